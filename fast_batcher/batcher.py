@@ -38,10 +38,9 @@ from fast_batcher._asyncio.session import Session
 from fast_batcher._asyncio.signals import call_on_end, call_on_sigterm
 from fast_batcher._asyncio.status import Status
 from fast_batcher._asyncio.thread_calls import ThreadCalls
-from fast_batcher._clock import monotonic
-from fast_batcher._collector import frozen
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._parent.placement import CoreClaim
+from fast_batcher._process import frozen, monotonic
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
     BatcherError,
@@ -49,9 +48,11 @@ from fast_batcher.errors import (
     ConfigurationError,
     NotReadyError,
 )
-from fast_batcher.model import InferenceModel, InputT, OutputT
-from fast_batcher.model_spec import (
+from fast_batcher.model import (
+    InferenceModel,
+    InputT,
     ModelSpec,
+    OutputT,
     check_model,
     find_cost,
     refuse_shared_methods,

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
-from fast_batcher._clock import monotonic
+from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import make_reducers
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.types import CacheStats

@@ -1,12 +1,22 @@
-"""`InferenceModel`, the base of the models that users write. Runs in the worker process."""
+"""`InferenceModel`, the base class of models, and the checks of the model argument. Every process.
+
+`check_model` runs in the API process when the batcher is constructed. The worker calls
+`find_model_fault` for a model that was given as a "module:Class" string.
+"""
 
 import inspect
+import os
+import pickle
+import re
+import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._suggestions import find_misspelt
 from fast_batcher.errors import ConfigurationError
 
 # Attribute of marked functions.
@@ -158,3 +168,249 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
 def no_infer(self: Any, inputs: Any) -> Any:
     """Stand for `infer` in a model that has `batchable` methods only."""
     raise NotImplementedError(f"{type(self).__qualname__} has no infer")
+
+
+# The error for a class or function of a `__main__` that no worker can import.
+NOT_IN_WORKER = (
+    "what is defined in a notebook, at a prompt, in `python -c`, in a program read from standard "
+    "input or in the __main__.py of a package does not exist in the worker process; put it into "
+    "another .py file and import it from there"
+)
+
+# Optional methods and attributes of a model, besides `infer`.
+_HOOKS = ("warmup_inputs", "close", "cost", "collation", "prepare", "finish")
+# Names that a `batchable` method cannot have: attributes of a model or of `batcher.methods`.
+_RESERVED = {*_HOOKS, "device", "find", "worker_index"}
+# Methods that the worker calls with one argument: what they take, and what they return.
+_BATCH = ("the list of inputs", "a list with one output per input")
+_METHODS = (
+    ("infer", *_BATCH),
+    ("prepare", "an input", "what infer gets for it"),
+    ("finish", "an output", "what the caller gets for it"),
+)
+_MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model and its arguments, pickled for the workers.
+
+    `pickled` holds (class or "module:Class", args, kwargs). It is pickled once, in the parent, and
+    unpickled in the worker inside a `try`, so that a failing import becomes a clear error.
+    """
+
+    name: str
+    pickled: bytes
+    # Dotted name of the module that has the class.
+    module: str = ""
+    # The methods of a model that has several, each with its `max_batch_size` or None for the
+    # batcher's; "infer" is among them if the model has it. Empty for an ordinary model.
+    methods: tuple[tuple[str, int | None], ...] = ()
+    # Part of the keys of cached outputs: "" for the arguments of the construction, and random for
+    # those of a reload, so that no other process, earlier or later, has cached outputs of other
+    # weights under them.
+    weights: str = ""
+
+
+def check_model(
+    model: object,
+    model_args: object,
+    model_kwargs: object,
+    max_frame_bytes: int,
+) -> ModelSpec:
+    """Check a model and its arguments without running its code, and pickle them for the workers.
+
+    Raises:
+        ConfigurationError: A worker could not load this model, or could not receive it.
+    """
+    name = _name_of(model)
+    if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
+        raise ConfigurationError(
+            f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
+            "('weights.pt',)"
+        )
+    kwargs = {} if model_kwargs is None else model_kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ConfigurationError(
+            f"model_kwargs is of type {type(kwargs).__qualname__}: give a dict whose keys are all "
+            "names, as strings"
+        )
+    args, kwargs = tuple(model_args), dict(kwargs)
+    try:
+        pickled = pickle.dumps((model, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{describe_arguments(args, kwargs)}: they cannot be pickled ({error}), so they cannot "
+            "reach the worker; pass a path or a name instead and load the thing in the model's "
+            "__init__"
+        ) from error
+    if len(pickled) > max_frame_bytes:
+        raise ConfigurationError(
+            f"model_args and model_kwargs take {len(pickled)} bytes, more than max_frame_bytes="
+            f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
+        )
+    module = model.__module__ if isinstance(model, type) else str(model).partition(":")[0]
+    return ModelSpec(name=name, pickled=pickled, module=module, methods=_list_methods(model))
+
+
+def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
+    """Check that a shared batcher has a model without `batchable` methods.
+
+    Raises:
+        ConfigurationError: The model has such methods, and the batcher is shared.
+    """
+    if shared and model_spec.methods:
+        raise ConfigurationError(
+            f"shared={shared!r}: {model_spec.name} has batchable methods, which a shared batcher "
+            "cannot call; give each method a model of its own, or omit shared"
+        )
+
+
+def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
+    methods = find_methods(model) if isinstance(model, type) else {}
+    if not methods:
+        return ()
+    sizes = {name: options.max_batch_size for name, options in methods.items()}
+    if getattr(model, "infer", None) is not no_infer:
+        sizes = {"infer": None, **sizes}  # the size of an `infer` that is marked, too
+    return tuple(sizes.items())
+
+
+def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Describe the arguments of a model's constructor by types and names; values may be secrets.
+
+    Returns:
+        For example "model_args of types (str, int) and model_kwargs of types {token: str}".
+    """
+    types = ", ".join(type(value).__qualname__ for value in args)
+    named = ", ".join(f"{name}: {type(value).__qualname__}" for name, value in kwargs.items())
+    return f"model_args of types ({types}) and model_kwargs of types {{{named}}}"
+
+
+def find_model_fault(model: type) -> str | None:
+    """Describe why a class cannot be a model; None if it can. Parent and worker."""
+    infer = getattr(model, "infer", None)
+    if not callable(infer):
+        return "it has no method infer(self, inputs)"
+    abstract = sorted(getattr(model, "__abstractmethods__", ()))
+    if abstract:
+        return f"it does not implement {', '.join(abstract)}"
+    collation = getattr(model, "collation", None)
+    # A property has its value only on an instance, which the worker makes.
+    if collation is not None and not isinstance(collation, Collation | property):
+        return (
+            f"its collation is {collation!r:.100}; make one with Collation.stack() or "
+            "Collation.pad()"
+        )
+    marked = [name for name in find_methods(model) if name != "infer"]
+    for name in marked:
+        if name in _RESERVED or name[0] == "_":
+            reason = "it begins with an underscore" if name[0] == "_" else "the library has its own"
+            return f"{name} cannot be the name of a batchable method: {reason}; rename it"
+    called = (*_METHODS, *((name, *_BATCH) for name in marked))
+    faults = (_find_method_fault(model, *one) for one in called)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def warn_about_hooks(model: object) -> None:
+    """Warn about names that look like misspelt hooks, at the line that constructs the batcher.
+
+    Args:
+        model: A class; a string is ignored here, and the worker warns after the import.
+    """
+    if not isinstance(model, type):
+        return
+    classes = [one for one in model.__mro__ if one is not InferenceModel]
+    own = {name for one in classes for name in vars(one)}
+    names = sorted(name for name in own if name[0] != "_")
+    for name, hook in find_misspelt(names, set(_HOOKS) - own):
+        warnings.warn(
+            f"{model.__qualname__}.{name} looks like {hook}, which the library uses, and is not "
+            "used; rename it, or let its name begin with an underscore",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def is_main_importable() -> bool:
+    """Return whether a worker process can import this process's `__main__`, under another name."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name != "__main__" and not spec.name.endswith(".__main__")
+    # A prompt has no file; a program from standard input has the file name "<stdin>".
+    return os.path.isfile(getattr(main, "__file__", None) or "")
+
+
+def _name_of(model: object) -> str:
+    """Check a model argument; return the name of the class."""
+    if isinstance(model, type):
+        _check_class(model)
+        return model.__name__
+    if not isinstance(model, str):
+        raise ConfigurationError(
+            f"model is of type {type(model).__qualname__}: give a subclass of InferenceModel or a "
+            "'module:Class' string. Each worker makes its own instance, with model_args and "
+            "model_kwargs"
+        )
+    if not _MODEL_STRING.fullmatch(model):
+        raise ConfigurationError(
+            f"model={model!r}: write 'package.module:Class', as in 'app.models:Embedder'"
+        )
+    return model.rpartition(":")[2]
+
+
+def _find_method_fault(model: type, name: str, taken: str, returned: str) -> str | None:
+    """Describe why the worker cannot call a method, if the model has it, with one argument."""
+    method = getattr(model, name, None)
+    if method is None:
+        return None
+    if not callable(method):
+        return f"{name} is not a method; rename the attribute, or write {name}(self, value)"
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        return f"{name} is async; the worker has no event loop, write a plain def"
+    if inspect.isgeneratorfunction(method):
+        return f"{name} is a generator; return {returned}"
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # written in C: the first batch shows whether it fits
+        return None
+    is_static = isinstance(inspect.getattr_static(model, name), staticmethod | classmethod)
+    try:
+        signature.bind(*([()] if is_static else [None, ()]))
+    except TypeError:
+        return f"{name}{signature} must take exactly one argument besides self, {taken}"
+    return None
+
+
+def _check_class(model: type) -> None:
+    fault = find_model_fault(model)
+    if fault is not None:
+        raise ConfigurationError(f"model={model!r}: {fault}")
+    if model.__module__ == "__main__" and not is_main_importable():
+        raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
+    try:
+        pickle.dumps(model)
+    except Exception as error:
+        raise ConfigurationError(
+            f"model={model!r}: the worker process cannot import it ({error}); move the class to "
+            "the top level of a module, under its own name"
+        ) from error
+
+
+def find_cost(model: object) -> Callable[[Any], float] | None:
+    """Return the static or class method `cost` of a model class, None if it has no `cost`.
+
+    Raises:
+        ConfigurationError: The class's `cost` needs an instance, which this process does not have.
+    """
+    own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
+    if own is None:
+        return None
+    if not isinstance(own, staticmethod | classmethod):
+        raise ConfigurationError(
+            f"model={model!r}: its cost is called without an instance, so it must be a "
+            "staticmethod or classmethod; or give another function as cost="
+        )
+    found: Callable[[Any], float] = getattr(model, "cost")  # noqa: B009  of any class
+    return found

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from fast_batcher._clock import monotonic
+from fast_batcher._process import monotonic
 from fast_batcher.observing import (
     AnsweredRequest,
     BatchAnswered,

@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from benchmarks.http_servers import Model
 from benchmarks.http_servers.fastapi_app import JOB, add_endpoint
-from fast_batcher import _collector
+from fast_batcher import _process
 
 model = Model()
 
@@ -23,7 +23,7 @@ model = Model()
 async def lifespan(_: FastAPI) -> AsyncIterator[None]:
     """Freeze what is alive, if that is the variant."""
     if JOB.variant == "tuned":
-        _collector.freeze_for_good()
+        _process.freeze_for_good()
     yield
 
 

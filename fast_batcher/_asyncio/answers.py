@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
-from fast_batcher._clock import monotonic
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
 from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.outbox import Answer, OutboxReader
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import SerializedError, loads, one_line

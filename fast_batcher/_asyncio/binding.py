@@ -7,7 +7,7 @@ from contextvars import Context
 from threading import get_ident
 from typing import Any, NoReturn
 
-from fast_batcher._fork import at_fork
+from fast_batcher._process import at_fork
 
 # The number of no thread: a forked child has a copy of the loop, which says that it is running.
 _NO_THREAD = -1

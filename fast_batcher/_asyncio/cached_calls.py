@@ -18,10 +18,10 @@ from fast_batcher._asyncio.deliveries import Deliveries
 from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
 from fast_batcher._asyncio.output_cache import OutputCache
 from fast_batcher._asyncio.session import Session
-from fast_batcher._clock import monotonic
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.prediction import method_of
 from fast_batcher._core.values import Request, settle
+from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import to_cause
 from fast_batcher.caching import hash_input
 from fast_batcher.errors import (

@@ -19,7 +19,7 @@ from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.session import Session
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Request
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 

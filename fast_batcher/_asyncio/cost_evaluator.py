@@ -11,9 +11,9 @@ from numbers import Real
 from typing import Any
 from weakref import WeakValueDictionary
 
-from fast_batcher._clock import SLOW, monotonic
 from fast_batcher._core.prediction import Method, method_of
 from fast_batcher._core.values import Group, Request
+from fast_batcher._process import SLOW, monotonic
 from fast_batcher._transport.pickling import to_cause
 from fast_batcher.errors import BatcherError, ConfigurationError, RequestTooLargeError
 from fast_batcher.settings import Settings

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 from fast_batcher._arrays.joining import is_much
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.output_cache import EXITS
-from fast_batcher._clock import monotonic
 from fast_batcher._core.values import Request
+from fast_batcher._process import monotonic
 
 # Seconds of one turn of the event loop in which copies are made. With the last copy, which may take
 # as long, and the callers that go on with their copies, a turn stays below 5 ms.

@@ -14,12 +14,12 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-from fast_batcher._clock import monotonic
 from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.late_errors import LateErrors
 from fast_batcher._core.values import Batch, Failure, Request, settle
 from fast_batcher._late_error_log import log_late_error
 from fast_batcher._observers import Observers, describe_answer
+from fast_batcher._process import monotonic
 from fast_batcher.errors import BatcherError, forget_frames
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles

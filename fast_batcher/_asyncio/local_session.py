@@ -27,7 +27,6 @@ from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach
 from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._asyncio.status import Status
-from fast_batcher._clock import monotonic
 from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
@@ -38,6 +37,7 @@ from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender, SenderEvents
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerLink
+from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import measure_size
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -46,7 +46,7 @@ from fast_batcher.errors import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.observing import WorkerChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation

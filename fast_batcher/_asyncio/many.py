@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fast_batcher._asyncio.session import Session
-from fast_batcher._clock import monotonic
 from fast_batcher._core.values import Request
+from fast_batcher._process import monotonic
 from fast_batcher.settings import Settings, checked_priority, checked_timeout
 
 # Most full batches per worker that one `process_many` call has queued or running: one that runs and

@@ -15,7 +15,6 @@ from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._asyncio.status import Status
-from fast_batcher._clock import monotonic
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
     Batch,
@@ -30,6 +29,7 @@ from fast_batcher._core.values import (
 )
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender
+from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import dumps
 from fast_batcher.errors import BatcherError
 

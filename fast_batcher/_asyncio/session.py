@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Request
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 

@@ -11,8 +11,8 @@ import sys
 from typing import NoReturn
 
 from fast_batcher._asyncio.ledger import Ledger
-from fast_batcher._clock import monotonic
 from fast_batcher._core.values import MOVES, Event, State
+from fast_batcher._process import monotonic
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,

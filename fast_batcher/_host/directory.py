@@ -14,8 +14,7 @@ from io import FileIO
 from operator import methodcaller
 from pathlib import Path
 
-from fast_batcher._clock import monotonic
-from fast_batcher._fork import at_fork
+from fast_batcher._process import at_fork, monotonic
 from fast_batcher.errors import ConfigurationError
 
 # Longest path of a socket in bytes: 104 with the final zero on macOS and the BSDs, 108 on Linux.

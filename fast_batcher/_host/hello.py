@@ -12,7 +12,7 @@ from fast_batcher._host.identity import HostKey, find_module_file, make_key
 from fast_batcher._host.protocol import Hello
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Reconfiguration, Settings
 
 # Settings that mean nothing to a host, or are no plain values.

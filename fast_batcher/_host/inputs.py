@@ -11,7 +11,6 @@ import logging
 import os
 from typing import Any
 
-from fast_batcher._clock import monotonic
 from fast_batcher._core.values import Request
 from fast_batcher._host.protocol import Row
 from fast_batcher._parent.sending import PicklingWatch, dump_input, make_pickler
@@ -22,6 +21,7 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
+from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher.errors import BatcherError
 from fast_batcher.settings import Settings

@@ -16,7 +16,6 @@ from contextvars import Context
 from math import inf
 from typing import NamedTuple, Protocol
 
-from fast_batcher._clock import monotonic
 from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, Heartbeat
 from fast_batcher._host.identity import HostKey
 from fast_batcher._host.launch import HostProcess, launch_host
@@ -24,6 +23,7 @@ from fast_batcher._host.process_identity import kill_process
 from fast_batcher._host.protocol import MAX_DESCRIPTORS, Hello, Welcome
 from fast_batcher._host.rendezvous import Joined, connect, replace_silent
 from fast_batcher._parent.staging import JobThread
+from fast_batcher._process import monotonic
 from fast_batcher._transport.channels import (
     HEADER_SIZE,
     Frame,

@@ -26,7 +26,6 @@ from operator import methodcaller
 from pathlib import Path
 from typing import NamedTuple
 
-from fast_batcher._fork import at_fork
 from fast_batcher._host.directory import (
     check_length,
     identify_socket,
@@ -37,7 +36,7 @@ from fast_batcher._host.directory import (
 from fast_batcher._host.identity import HostKey, list_differences
 from fast_batcher._host.launch import HostProcess
 from fast_batcher._host.process_identity import ProcessIdentity, identify_process, kill_process
-from fast_batcher._transport.descriptors import occupy_stdio
+from fast_batcher._process import at_fork, occupy_stdio
 from fast_batcher.errors import NotReadyError
 
 logger = logging.getLogger("fast_batcher")

@@ -9,7 +9,7 @@ from fast_batcher._core.values import Request, settle
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._parent.worker_process import Exit, WorkerLink
 from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
 
 

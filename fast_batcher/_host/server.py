@@ -20,7 +20,6 @@ from weakref import WeakValueDictionary
 
 from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.status import Status
-from fast_batcher._clock import monotonic
 from fast_batcher._core.host import Tenancy
 from fast_batcher._core.reporting import Reporting
 from fast_batcher._core.values import Group, State
@@ -39,12 +38,13 @@ from fast_batcher._host.rendezvous import check_peer
 from fast_batcher._host.reporting_session import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
+from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import NotReadyError
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
 logger = logging.getLogger("fast_batcher")

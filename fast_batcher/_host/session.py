@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.status import Status
-from fast_batcher._clock import monotonic
 from fast_batcher._core.supervision import Restarts
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._host.calls import HostCalls
 from fast_batcher._host.hello import find_key, make_hello, pack_changes
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_ROOM, Hello, HostState, Welcome, unpack_start_error
+from fast_batcher._process import monotonic
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import loads
 from fast_batcher.errors import (
@@ -30,7 +30,7 @@ from fast_batcher.errors import (
     ConfigurationError,
     WorkerStartupError,
 )
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.observing import ReporterChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation

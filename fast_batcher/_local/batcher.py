@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 from fast_batcher._core.values import Request
-from fast_batcher._fork import at_fork
 from fast_batcher._local.callers import make_requests, running_loop
 from fast_batcher._local.engine import Counts, Engine
 from fast_batcher._local.function import Function
 from fast_batcher._local.nesting import EngineWait, compute_inline, run_inline, running_batch
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher._local.workers import TaskWorker, ThreadWorker, is_exiting
+from fast_batcher._process import at_fork
 from fast_batcher.errors import BatcherClosedError
 from fast_batcher.types import BatchProcessorStats
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
-from fast_batcher._batch_contexts import BatchContexts
 from fast_batcher._core.late_errors import LateErrors
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.queue import BatchPacker
@@ -27,7 +26,7 @@ from fast_batcher._late_error_log import log_late_error
 from fast_batcher._local.callers import deliver, has_failed
 from fast_batcher._local.function import Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
-from fast_batcher._observers import Observers, describe_answer
+from fast_batcher._observers import BatchContexts, Observers, describe_answer
 from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import (
     BatcherClosedError,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fast_batcher._core.values import Failure
-from fast_batcher._fork import at_fork
 from fast_batcher._local.function import Function, as_error
+from fast_batcher._process import at_fork
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextvars import Context
 from typing import Protocol
 
-from fast_batcher._clock import monotonic
 from fast_batcher._parent.worker_process import WorkerHandle, WorkerState
+from fast_batcher._process import monotonic
 
 # Seconds between SIGTERM and SIGKILL: enough for a handler of the model to run. With the default
 # stop_timeout of 2 s a program that forgot to stop exits within 3 s.

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING
 
-from fast_batcher._clock import monotonic
 from fast_batcher._core.supervision import (
     HEARTBEAT_INTERVAL,
     MAX_BACKOFF,
@@ -41,10 +40,11 @@ from fast_batcher._parent.worker_process import (
     WorkerProcess,
     WorkerState,
 )
+from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.channels import Kind
 from fast_batcher.errors import BatcherClosedError, ConfigurationError, WorkerStartupError
-from fast_batcher.model_spec import ModelSpec, is_main_importable
+from fast_batcher.model import ModelSpec, is_main_importable
 from fast_batcher.observing import WorkerChange, WorkerChanged
 from fast_batcher.settings import Settings
 

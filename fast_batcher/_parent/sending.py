@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from fast_batcher._clock import SLOW, monotonic
 from fast_batcher._core.values import Batch, Request, most_batches
 from fast_batcher._parent.staging import (
     MOST_AT_ONCE,
@@ -22,6 +21,7 @@ from fast_batcher._parent.staging import (
     StagedInput,
 )
 from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._process import SLOW, monotonic
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Frame, Kind, Reservation

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fast_batcher._fork import at_fork
+from fast_batcher._process import at_fork
 from fast_batcher._shared_memory.inputs import (
     Key,
     Layout,

@@ -38,10 +38,10 @@ from multiprocessing.process import BaseProcess
 from signal import Signals
 from typing import NamedTuple, Protocol
 
-from fast_batcher._descendants import opened_descendants, send_signal
 from fast_batcher._devices import Placement
 from fast_batcher._file_state import FileState
 from fast_batcher._parent.placement import thread_share, worker_environment
+from fast_batcher._process import PassedDescriptor, opened_descendants, send_signal
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport import pickling
@@ -53,13 +53,12 @@ from fast_batcher._transport.channels import (
     Reservation,
     open_pipes,
 )
-from fast_batcher._transport.descriptors import PassedDescriptor
 from fast_batcher._transport.logs import LogReceiver, LogSettings, open_log_sockets
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fast_batcher._fork import at_fork
+from fast_batcher._process import at_fork
 from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, Ranges, copy_buffer, round_up
 from fast_batcher._transport.pickling import (
     is_plain_tensor,

@@ -16,7 +16,7 @@ from itertools import chain
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
-from fast_batcher._fork import at_fork
+from fast_batcher._process import at_fork
 from fast_batcher._shared_memory.ranges import (
     ALIGNMENT,
     PAGE,

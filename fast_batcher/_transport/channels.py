@@ -30,8 +30,7 @@ from enum import IntEnum
 from operator import methodcaller
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from fast_batcher._fork import at_fork
-from fast_batcher._transport.descriptors import occupy_stdio
+from fast_batcher._process import at_fork, occupy_stdio
 from fast_batcher.errors import TransportError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import tempfile
 from multiprocessing import reduction
 from typing import Any
 
-from fast_batcher._transport.descriptors import occupy_stdio
+from fast_batcher._process import occupy_stdio
 
 # linux/memfd.h; `os` defines it only if `os.memfd_create` exists.
 _CLOSE_ON_EXEC = 0x01

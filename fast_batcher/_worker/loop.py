@@ -15,7 +15,7 @@ from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lent, make_piece
-from fast_batcher._batch_contexts import BatchContexts
+from fast_batcher._observers import BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling

@@ -21,8 +21,7 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
-from fast_batcher._collector import freeze_for_good
-from fast_batcher._descendants import end_descendants
+from fast_batcher._process import end_descendants, freeze_for_good
 from fast_batcher._shared_memory.inputs import SlabViews
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling

@@ -32,8 +32,13 @@ from fast_batcher.errors import (
     is_kind,
     is_out_of_memory,
 )
-from fast_batcher.model import MethodOptions, find_methods
-from fast_batcher.model_spec import describe_arguments, find_model_fault, warn_about_hooks
+from fast_batcher.model import (
+    MethodOptions,
+    describe_arguments,
+    find_methods,
+    find_model_fault,
+    warn_about_hooks,
+)
 
 logger = logging.getLogger("fast_batcher.worker")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from starlette.requests import HTTPConnection
 
-from fast_batcher._clock import monotonic
+from fast_batcher._process import monotonic
 
 # Answers that are kept for each code. A flood of one code (a full queue) must not hide another.
 KEPT_PER_CODE = 5

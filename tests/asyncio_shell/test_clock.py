@@ -8,7 +8,7 @@ from models.ordinary import Gated
 from waits import SOON, Gate, assert_balance, call, outcome
 
 from fast_batcher import DeadlineExceededError, DynBatcher
-from fast_batcher._clock import monotonic
+from fast_batcher._process import monotonic
 
 # It would look at every name of every module that other tests have loaded, for 20 seconds.
 freezegun.configure(extend_ignore_list=["torch", "transformers", "sympy", "scipy", "sklearn"])

@@ -17,7 +17,7 @@ from models.ordinary import Whereabouts
 from waits import both_loops, call, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._clock import SLOW
+from fast_batcher._process import SLOW
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, both_loops]
 

@@ -22,8 +22,8 @@ from fast_batcher import (
     RequestTooLargeError,
 )
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
-from fast_batcher._clock import SLOW
 from fast_batcher._core.values import Request
+from fast_batcher._process import SLOW
 from fast_batcher.settings import Settings
 
 pytestmark = pytest.mark.anyio

@@ -27,7 +27,7 @@ from fast_batcher._host.identity import (
     make_key,
     read_start_time,
 )
-from fast_batcher.model_spec import check_model
+from fast_batcher.model import check_model
 from fast_batcher.settings import Settings
 
 # Prints the scope of the default key.

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import pytest
 from models.returning import RefusesPickling
 
-from fast_batcher._clock import SLOW
 from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._file_state import FileState
 from fast_batcher._parent.sending import BatchSender
+from fast_batcher._process import SLOW
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Kind
 from fast_batcher.errors import (

@@ -26,7 +26,7 @@ from fast_batcher._parent.worker_process import Exit, WorkerLink, describe_exit
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model_spec import check_model
+from fast_batcher.model import check_model
 from fast_batcher.settings import Settings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

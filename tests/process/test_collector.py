@@ -10,7 +10,7 @@ from fast_batcher import DynBatcher, InferenceModel
 
 pytestmark = pytest.mark.slow
 
-START = "import gc\nfrom fast_batcher._collector import frozen\n"
+START = "import gc\nfrom fast_batcher._process import frozen\n"
 
 
 class FrozenCounter(InferenceModel[None, int]):

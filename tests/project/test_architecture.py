@@ -20,12 +20,9 @@ PACKAGE = "fast_batcher"
 # From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
 FLOORS: dict[str, int] = {
     "errors": 0,
-    "_batch_contexts": 0,
-    "_clock": 0,
-    "_collector": 0,
     "_devices": 0,
     "_file_state": 0,
-    "_fork": 0,
+    "_process": 0,
     "_suggestions": 0,
     "_version": 0,
     "observing": 0,
@@ -34,11 +31,9 @@ FLOORS: dict[str, int] = {
     "model": 0,
     "stats": 0,
     "settings": 0,
-    "model_spec": 0,
     "types": 0,
     "encoding": 0,
     "_arrays": 0,
-    "_descendants": 0,
     "_core": 1,
     "_transport": 2,
     "_shared_memory": 2,
@@ -225,8 +220,7 @@ def test_a_file_imports_from_its_own_floor_or_below(name: str) -> None:
 LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors", "_devices", "_suggestions", "observing", "types"},
     "_devices": {"errors"},
-    "model_spec": {"errors", "_arrays.collation", "_suggestions", "model"},
-    "model": {"_arrays.collation", "errors"},
+    "model": {"_arrays.collation", "_suggestions", "errors"},
     "_arrays": {"errors"},
 }
 
@@ -242,7 +236,7 @@ def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SOURCES if SOURCES[name].part in MAY_IMPORT])
 def test_the_core_and_what_joins_arrays_use_little_of_python(name: str) -> None:
     for target in SOURCES[name].imports():
-        assert ours(target) != "_clock"
+        assert ours(target) != "_process"
         if ours(target) is None:
             assert target.module.partition(".")[0] in MAY_IMPORT[SOURCES[name].part], (
                 f"{SOURCES[name].path.name}:{target.line} imports {target.module}"
@@ -415,19 +409,15 @@ TESTS = {
     "": "project/test_public_api.py",
     "_arrays": "arrays",
     "_asyncio": "asyncio_shell",
-    "_batch_contexts": "edge/test_opentelemetry.py",
-    "_clock": "asyncio_shell/test_clock.py",
-    "_collector": "process/test_collector.py",
     "_core": "core",
     "_devices": "process/test_devices.py",
-    "_descendants": "process/test_descendants.py",
     "_file_state": "host",
-    "_fork": "shared_memory",
     "_host": "host",
     "_local": "local",
     "_late_error_log": "asyncio_shell/test_ledger.py",
     "_observers": "asyncio_shell/test_observing.py",
     "_parent": "parent",
+    "_process": "process",
     "_shared_memory": "shared_memory",
     "_suggestions": "asyncio_shell/test_batcher_settings.py",
     "_transport": "transport",
@@ -444,7 +434,6 @@ TESTS = {
     "inference": "local/test_inference.py",
     "inference_template": "project/test_public_api.py",
     "model": "project/test_public_api.py",
-    "model_spec": "asyncio_shell/test_model_spec.py",
     "observing": "asyncio_shell/test_observing.py",
     "opentelemetry": "edge/test_opentelemetry.py",
     "prometheus": "edge",

@@ -229,6 +229,7 @@ def test_the_statistics_are_these() -> None:
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
         *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups"),
         "late_errors",
+        "is_reporter",
     ]
 
 

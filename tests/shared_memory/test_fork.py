@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fast_batcher._fork import at_fork
+from fast_batcher._process import at_fork
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from programs import run_command
 
-from fast_batcher._transport.descriptors import PassedDescriptor
+from fast_batcher._process import PassedDescriptor
 
 # Which of the numbers 0 to 2 are free; a program of its own, for these are this one's streams.
 FREE = [(), (1,), (0, 2), (0, 1, 2)]
@@ -18,7 +18,7 @@ FREE = [(), (1,), (0, 2), (0, 1, 2)]
 def test_afterwards_no_file_gets_the_number_of_a_standard_stream(free: tuple[int, ...]) -> None:
     program = f"""
 import os, socket
-from fast_batcher._transport.descriptors import occupy_stdio
+from fast_batcher._process import occupy_stdio
 telling = os.dup(1)
 for number in {free}:
     os.close(number)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any, Literal
 
-from fast_batcher._clock import monotonic
+from fast_batcher._process import monotonic
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
 from fast_batcher.stats import weighted_quantiles

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fast_batcher._clock import monotonic
+from fast_batcher._process import monotonic
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.fastapi.recent_errors import recent_errors
 from fast_batcher.fastapi.status.problems import find_problems
