@@ -236,6 +236,10 @@ def make_arguments() -> dict[str, Any]:
         "pattern": re.compile("a+"),
         "enum": re.IGNORECASE,
         "function": len,
+        "bound method": dict.fromkeys(labels).get,
+        "masked": numpy.ma.array([1, 2], mask=[0, 1]),
+        "conjugate": torch.full((1,), 1j).conj(),
+        "strided": torch.arange(7)[::2][:1],
     }
 
 
@@ -279,6 +283,11 @@ def test_equal_arguments_have_one_digest_in_all_processes() -> None:
         (torch.zeros(2), numpy.zeros(2, "f4")),
         (Weights(set(), {}), Weights({"a"}, {})),
         (Weights, Body),
+        ({"a": 1}.get, {"a": 2}.get),
+        (dict.fromkeys, OrderedDict.fromkeys),
+        (numpy.ma.array([1, 2], mask=[0, 1]), numpy.ma.array([1, 999999])),
+        (torch.ones(1, dtype=torch.complex64).conj(), torch.full((1,), 1j).conj()),
+        (torch.full((1,), 1j).conj().imag, torch.full((1,), 2j).conj().imag),
     ],
 )
 def test_different_arguments_have_different_digests(one: Any, other: Any) -> None:
