@@ -19,8 +19,9 @@ import torch
 from paths import PYTHONPATH, ROOT
 from programs import run_command
 
+from fast_batcher._file_state import MOST_FILES, read_state
 from fast_batcher._host.digests import digest
-from fast_batcher._host.hello import find_key
+from fast_batcher._host.hello import MOST_PATHS, find_key, list_paths
 from fast_batcher._host.identity import (
     PER_PROCESS_VARIABLES,
     list_differences,
@@ -317,3 +318,22 @@ def test_key_names_settings_and_arguments_that_differ(
     ]
     assert list_differences(keys[0].facets, keys[1].facets) == differences
     assert (keys[0] == keys[1]) is (not differences)
+
+
+def test_paths_are_found_in_containers_and_behind_many_texts() -> None:
+    circle: list[Any] = [Path("/models"), {"a": ("/weights", 1, b"/bytes")}]
+    circle.append(circle)
+    assert list_paths((circle, "/models")) == ["/models", "/weights"]
+    words = [f"word {number}" for number in range(2 * MOST_PATHS)]
+    paths = list_paths((words, "/models"))
+    assert len(paths) == MOST_PATHS
+    assert "/models" in paths
+
+
+def test_a_tree_of_folders_is_looked_at_in_part(tmp_path: Path) -> None:
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "file").touch()
+    assert len(read_state(str(tmp_path)) or ()) == 1
+    for number in range(MOST_FILES):
+        (tmp_path / f"{number}").mkdir()
+    assert read_state(str(tmp_path)) == ()
