@@ -175,9 +175,11 @@ def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
     if capacity is not None and rate < HIGH_LOAD * capacity:
         return "nothing to change: the workers have time left"
     if len(sizes) == 1:
+        # The warm-up measures one input, and `max_batch_size` of them.
+        remedy = "try max_batch_size=2" if full == 1 else "give the model warmup_inputs"
         return (
             f"no other size than {sizes[0]:.3g} was measured, so what larger batches gain is "
-            "unknown: give the model warmup_inputs"
+            f"unknown: {remedy}"
         )
     gain = 2 * service.median(full) / service.median(2 * full) - 1
     if gain < LEAST_GAIN:

@@ -215,6 +215,13 @@ def test_idle_workers_need_no_change(
         assert found.advice == "nothing to change: the workers have time left"
 
 
+def test_no_warm_up_measures_more_than_one_input_where_a_batch_holds_one() -> None:
+    samples = [BatchSample(at, at + 1.0, 1, Release.FULL, 9, 0.0, 1.0) for at in range(9)]
+    advice = explained(samples, max_batch_size=1).advice
+    assert advice.startswith("no other size than 1 was measured")
+    assert advice.endswith("try max_batch_size=2")
+
+
 # --- what a larger size gains ---------------------------------------------------------------------
 
 
