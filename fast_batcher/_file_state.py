@@ -8,8 +8,8 @@ from collections.abc import Iterator
 # Time of the last change in nanoseconds and length in bytes, of a file or of the files of a folder.
 FileState = tuple[tuple[int, int], ...]
 
-# Files of one folder that are looked at: more than a model has, and few enough to be looked at on
-# an event loop, at 2 us each.
+# Files and subfolders of one folder that are looked at: more than a model has, and few enough to be
+# looked at on an event loop, at 2 us each.
 MOST_FILES = 1000
 
 
@@ -29,6 +29,10 @@ def _read_folder(path: str) -> Iterator[tuple[int, int]]:
     count = 0
     for folder, subfolders, names in os.walk(path):
         subfolders.sort()
+        # A folder counts, too: there are trees without files.
+        count += 1
+        if count > MOST_FILES:
+            return
         for name in sorted(names):
             count += 1
             if count > MOST_FILES:

@@ -640,6 +640,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         is_broken = self._status.state is State.BROKEN and not self._settings.shared
         if not is_broken:
             self._find_session()
+        elif self._reload is not None and not self._reload.done():
+            raise ConfigurationError(f"{self.name}: a reload runs; wait for its end")
         args = self._arguments[0] if model_args is None else model_args
         kwargs = self._arguments[1] if model_kwargs is None else model_kwargs
         spec = check_model(self._model_class, args, kwargs, self._settings.max_frame_bytes)

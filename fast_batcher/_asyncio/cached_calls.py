@@ -284,8 +284,9 @@ class CachedCalls:
             if computation.is_cacheable:
                 self.cache.store(computation.key, output)
             return
+        if request is None:  # its last caller has left, and the queue has no room for it
+            return
         failed = computation.callers
-        assert request is not None, "it has failed"
         if _is_late(error, request):
             failed = [one for one in failed if one.deadline <= request.deadline]
         for number, caller in enumerate(failed):

@@ -153,6 +153,7 @@ class LocalSession:
             settings.max_batch_cost is not None,
             settings.group_by is not None,
             settings.enabled,
+            self.scheduler.is_short_of_memory,
         )
         learned = self.scheduler.service.points()
         explained = explain(self._ledger.counters.list_samples(), setup, learned)

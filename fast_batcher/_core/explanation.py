@@ -44,6 +44,8 @@ class Setup(NamedTuple):
     has_cost_limit: bool
     is_grouped: bool
     is_enabled: bool = True
+    # Whether batches are smaller for now because the model ran out of memory.
+    is_short_of_memory: bool = False
 
 
 def explain(
@@ -116,7 +118,10 @@ def _find_cause(sample: BatchSample, setup: Setup) -> Cause:
     if sample.release is Release.FULL:
         if sample.size >= setup.max_batch_size:
             return "max_batch_size"
-        return "cost" if setup.has_cost_limit else "memory"
+        if setup.has_cost_limit:
+            return "cost"
+        # The limit was that of a method, or another one until `reconfigure`.
+        return "memory" if setup.is_short_of_memory else "max_batch_size"
     if sample.left_waiting and setup.is_grouped:
         return "groups"
     if sample.left_waiting and setup.has_cost_limit:
@@ -138,6 +143,12 @@ def _advise(
 ) -> str:
     """Return what would change the size of the batches, and what it would gain."""
     if cause == "max_batch_size":
+        full = [one.size for one in samples if one.release is Release.FULL]
+        if 2 * sum(size < setup.max_batch_size for size in full) > len(full):
+            return (
+                "most of these batches had a smaller max_batch_size, that of their method, or the "
+                "one before a change: set that of the method, or look again after more batches"
+            )
         return _advise_size(setup, service, rate)
     if cause == "window":
         waited = sum(one.waited * one.size for one in samples) / sum(one.size for one in samples)
@@ -164,9 +175,11 @@ def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
     if capacity is not None and rate < HIGH_LOAD * capacity:
         return "nothing to change: the workers have time left"
     if len(sizes) == 1:
+        # The warm-up measures one input, and `max_batch_size` of them.
+        remedy = "try max_batch_size=2" if full == 1 else "give the model warmup_inputs"
         return (
             f"no other size than {sizes[0]:.3g} was measured, so what larger batches gain is "
-            "unknown: give the model warmup_inputs"
+            f"unknown: {remedy}"
         )
     gain = 2 * service.median(full) / service.median(2 * full) - 1
     if gain < LEAST_GAIN:

@@ -527,6 +527,12 @@ class Scheduler:
         """Whether `poll` may have something to do after a batch was answered."""
         return bool(self.queue.size or self._retries.groups or self._learning_errors)
 
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether batches are smaller for now because the model ran out of memory."""
+        caps = [self._size_cap, *[method.size_cap for method in self._methods]]
+        return any(cap.is_watching for cap in caps)
+
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one's bytes."""
         if count > self._admission.room(self.queue):

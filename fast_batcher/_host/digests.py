@@ -9,7 +9,7 @@ import hashlib
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 # Types whose `repr` is unambiguous.
@@ -43,7 +43,7 @@ class _Digester:
         kind = type(value)
         if kind in _ATOMS:
             return _join(kind.__name__.encode(), repr(value).encode())
-        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        if isinstance(value, type | FunctionType) or _is_builtin_function(value):
             return _join(b"name", f"{value.__module__}.{value.__qualname__}".encode())
         at = id(value)
         if at in self._around:  # a cycle
@@ -88,17 +88,26 @@ class _Digester:
         return _join(kind.encode(), *map(self.digest, values))
 
 
+def _is_builtin_function(value: Any) -> bool:
+    """Return whether a value is a built-in function, and no method of an object or class."""
+    owner = value.__self__ if isinstance(value, BuiltinFunctionType) else value
+    return owner is None or isinstance(owner, ModuleType)
+
+
 def _read_buffer(value: Any) -> tuple[bytes, bytes] | None:
     """Return dtype, shape and device of an array or tensor, and its bytes; None if it has none."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+    # A subclass may have more than its bytes, as a masked array has.
+    if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
         array = numpy.lib.format.dtype_to_descr(value.dtype), value.shape
         return repr(array).encode(), value.tobytes()
     if torch is not None and isinstance(value, torch.Tensor) and value.layout is torch.strided:
         if value.is_quantized:
             return None
         tensor = str(value.dtype), (*value.shape,), str(value.device), value.requires_grad
-        plain = value.detach().cpu().contiguous().reshape(-1)
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        # `contiguous` leaves any stride to a single number.
+        plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
         return repr(tensor).encode(), plain.view(torch.uint8).numpy().tobytes()
     return None
 

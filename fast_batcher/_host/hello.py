@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from collections import deque
 from dataclasses import fields
 from typing import Any
 
@@ -14,6 +15,9 @@ from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Reconfiguration, Settings
+
+# Texts that the host looks for on the disk, on its event loop, at 2 us each: a vocabulary has more.
+MOST_PATHS = 1000
 
 # Settings that mean nothing to a host, or are no plain values.
 NOT_OF_HOST = frozenset(
@@ -70,15 +74,24 @@ def _digest_model(model_spec: ModelSpec) -> dict[str, str]:
     return {name: digest(value) for name, value in own.items()}
 
 
-def _list_paths(value: Any) -> list[str]:
-    """Return the texts and paths in arguments and in the containers among these."""
-    if isinstance(value, str | os.PathLike):
-        path = os.fspath(value)
-        return [path] if isinstance(path, str) else []
-    parts: Any = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        return [path for part in parts for path in _list_paths(part)]
-    return []
+def list_paths(arguments: Any) -> list[str]:
+    """Return the texts and paths in arguments and in the containers among these, `MOST_PATHS`."""
+    found: dict[str, None] = {}
+    # Breadth-first: a vocabulary does not hide the arguments behind it. A container may be inside
+    # itself.
+    left, seen = deque([arguments]), {id(arguments)}
+    while left and len(found) < MOST_PATHS:
+        value = left.popleft()
+        if isinstance(value, str | os.PathLike):
+            path = os.fspath(value)
+            if isinstance(path, str):
+                found[path] = None
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            parts = value.values() if isinstance(value, dict) else value
+            new = {id(part): part for part in parts if id(part) not in seen}
+            seen.update(new)
+            left.extend(new.values())
+    return [*found]
 
 
 def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, observes: bool) -> Hello:
@@ -97,7 +110,7 @@ def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, obser
         name=key.name,
         model_name=model_spec.name,
         model=model_spec.pickled,
-        named_paths=_list_paths(loads(model_spec.pickled)[1:]),
+        named_paths=list_paths(loads(model_spec.pickled)[1:]),
         sys_path=list(sys.path),
         root_level=logging.getLogger().level,
         library_level=logging.getLogger("fast_batcher").getEffectiveLevel(),

@@ -152,7 +152,9 @@ SITUATIONS: list[tuple[Callable[[], list[BatchSample]], str, dict[str, Any], str
     (hold, "hold", {"max_batch_size": 64}, "nothing to change: the hold"),
     (overload, "disabled", {"is_enabled": False}, "enabled=True lets requests"),
     (window, "window", {}, "policy='adaptive' sends at once"),
-    (memory, "memory", {}, "the model ran out of memory"),
+    (memory, "memory", {"is_short_of_memory": True}, "the model ran out of memory"),
+    # A method's own limit, or the limit before `reconfigure`.
+    (overload, "max_batch_size", {"max_batch_size": 2 * SIZE}, "most of these batches had"),
     (nothing, "no data", {}, ""),
 ]
 
@@ -173,6 +175,13 @@ def test_the_cause_is_named(
     found = explained(situation(), **setup)
     assert (found.cause, found.advice.startswith(advice)) == (cause, True), found
     assert str(found).endswith(".")
+
+
+def test_a_scheduler_knows_that_the_model_ran_out_of_memory() -> None:
+    scheduler = make(max_batch_size=SIZE, max_queue_size=100)
+    assert not scheduler.is_short_of_memory
+    run(scheduler, arrive(1.0), room=8)
+    assert scheduler.is_short_of_memory
 
 
 def test_the_figures_are_those_of_the_run() -> None:
@@ -204,6 +213,13 @@ def test_idle_workers_need_no_change(
     assert found.cause == cause
     if cause == "max_batch_size":
         assert found.advice == "nothing to change: the workers have time left"
+
+
+def test_no_warm_up_measures_more_than_one_input_where_a_batch_holds_one() -> None:
+    samples = [BatchSample(at, at + 1.0, 1, Release.FULL, 9, 0.0, 1.0) for at in range(9)]
+    advice = explained(samples, max_batch_size=1).advice
+    assert advice.startswith("no other size than 1 was measured")
+    assert advice.endswith("try max_batch_size=2")
 
 
 # --- what a larger size gains ---------------------------------------------------------------------

@@ -19,8 +19,9 @@ import torch
 from paths import PYTHONPATH, ROOT
 from programs import run_command
 
+from fast_batcher._file_state import MOST_FILES, read_state
 from fast_batcher._host.digests import digest
-from fast_batcher._host.hello import find_key
+from fast_batcher._host.hello import MOST_PATHS, find_key, list_paths
 from fast_batcher._host.identity import (
     PER_PROCESS_VARIABLES,
     list_differences,
@@ -236,6 +237,10 @@ def make_arguments() -> dict[str, Any]:
         "pattern": re.compile("a+"),
         "enum": re.IGNORECASE,
         "function": len,
+        "bound method": dict.fromkeys(labels).get,
+        "masked": numpy.ma.array([1, 2], mask=[0, 1]),
+        "conjugate": torch.full((1,), 1j).conj(),
+        "strided": torch.arange(7)[::2][:1],
     }
 
 
@@ -279,6 +284,11 @@ def test_equal_arguments_have_one_digest_in_all_processes() -> None:
         (torch.zeros(2), numpy.zeros(2, "f4")),
         (Weights(set(), {}), Weights({"a"}, {})),
         (Weights, Body),
+        ({"a": 1}.get, {"a": 2}.get),
+        (dict.fromkeys, OrderedDict.fromkeys),
+        (numpy.ma.array([1, 2], mask=[0, 1]), numpy.ma.array([1, 999999])),
+        (torch.ones(1, dtype=torch.complex64).conj(), torch.full((1,), 1j).conj()),
+        (torch.full((1,), 1j).conj().imag, torch.full((1,), 2j).conj().imag),
     ],
 )
 def test_different_arguments_have_different_digests(one: Any, other: Any) -> None:
@@ -308,3 +318,22 @@ def test_key_names_settings_and_arguments_that_differ(
     ]
     assert list_differences(keys[0].facets, keys[1].facets) == differences
     assert (keys[0] == keys[1]) is (not differences)
+
+
+def test_paths_are_found_in_containers_and_behind_many_texts() -> None:
+    circle: list[Any] = [Path("/models"), {"a": ("/weights", 1, b"/bytes")}]
+    circle.append(circle)
+    assert list_paths((circle, "/models")) == ["/models", "/weights"]
+    words = [f"word {number}" for number in range(2 * MOST_PATHS)]
+    paths = list_paths((words, "/models"))
+    assert len(paths) == MOST_PATHS
+    assert "/models" in paths
+
+
+def test_a_tree_of_folders_is_looked_at_in_part(tmp_path: Path) -> None:
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "file").touch()
+    assert len(read_state(str(tmp_path)) or ()) == 1
+    for number in range(MOST_FILES):
+        (tmp_path / f"{number}").mkdir()
+    assert read_state(str(tmp_path)) == ()

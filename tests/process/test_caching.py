@@ -342,6 +342,31 @@ async def test_look_ups_are_limited_and_counted() -> None:
 
 
 @pytest.mark.slow
+async def test_a_caller_leaves_in_the_turn_in_which_its_request_finds_no_room(gate: Gate) -> None:
+    options: dict[str, Any] = {"cache": LRUCache(9), "max_queue_size": 1}
+    async with DynBatcher(Holds, 1, model_args=(gate.path,), **options) as batcher:
+        running = call(batcher, "hold")
+        visit = await gate.visit()
+        behind = call(batcher, 0)  # the batch behind the one that runs
+        await until(lambda: batcher.stats.batches == 2)
+        calls = [batcher.process_batched(value) for value in (1, 2, 3)]
+        futures = [one.send(None) for one in calls]  # each waits now, before the queue is asked
+        with pytest.raises(asyncio.CancelledError):
+            calls[1].throw(asyncio.CancelledError())
+        # It has no room either, and is told.
+        assert isinstance(futures[2].exception(), QueueFullError)
+        assert batcher.stats.rejected == 2
+        calls[2].close()
+        visit.let_on()
+        await until(futures[0].done)
+        with pytest.raises(StopIteration) as answer:
+            calls[0].send(None)
+        assert answer.value.value == 1
+        assert [await running, await behind] == ["hold", 0]
+        assert_balance(batcher)
+
+
+@pytest.mark.slow
 async def test_hits_are_answered_while_the_queue_is_full(gate: Gate) -> None:
     memory = AsyncMemory()
     options: dict[str, Any] = {"cache": memory, "max_queue_size": 1}

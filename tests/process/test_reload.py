@@ -184,6 +184,24 @@ async def test_reload_of_a_broken_batcher_opens_it(how: str) -> None:
         await batcher.aclose()
 
 
+async def test_one_reload_of_a_broken_batcher_runs_at_a_time() -> None:
+    batcher = DynBatcher(Versioned, model_args=("bad",))
+    try:
+        await outcome(asyncio.create_task(batcher.open()))
+        both = [
+            asyncio.create_task(batcher.reload(model_args=("bad again",))),
+            asyncio.create_task(batcher.reload(model_args=("good",))),
+        ]
+        first, second = [await outcome(one) for one in both]
+        assert isinstance(first, WorkerStartupError)
+        assert isinstance(second, ConfigurationError)
+        assert (batcher.state, batcher.stats.generation) == ("broken", 0)
+        await batcher.reload(model_args=("good",))
+        assert await versions_of(batcher) == {"good"}
+    finally:
+        await batcher.aclose()
+
+
 async def test_what_a_reload_refuses() -> None:
     batcher = DynBatcher(Versioned, auto_open=False)
     with pytest.raises(NotReadyError):
