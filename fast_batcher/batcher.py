@@ -1,7 +1,7 @@
 """`DynBatcher`: the public interface of a batcher, its life cycle and its documentation.
 
 Runs in the API process, on the event loop's thread; `submit` and `stop` on any thread. A `Session`
-(`_asyncio/session.py`), made anew by each opening, does the work: this module queues and dispatches
+(`_session/session.py`), made anew by each opening, does the work: this module queues and dispatches
 nothing itself. `Status` holds the one state of a batcher; whether it takes calls, is draining or
 has ended is derived from it.
 """
@@ -27,20 +27,15 @@ from typing import Any, Generic, NoReturn, Self, Unpack, overload
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
-from fast_batcher._asyncio.caching_session import CachingSession
-from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
-from fast_batcher._asyncio.local_session import LocalSession
-from fast_batcher._asyncio.many import process_many
-from fast_batcher._asyncio.methods import BatchMethods
-from fast_batcher._asyncio.offload import offload
-from fast_batcher._asyncio.owners import Owners
-from fast_batcher._asyncio.session import Session
-from fast_batcher._asyncio.signals import call_on_end, call_on_sigterm
-from fast_batcher._asyncio.status import Status
-from fast_batcher._asyncio.thread_calls import ThreadCalls
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._parent.placement import CoreClaim
 from fast_batcher._process import frozen, monotonic
+from fast_batcher._session.cache import CachingSession
+from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many
+from fast_batcher._session.life import Owners, Status, call_on_end, call_on_sigterm
+from fast_batcher._session.offload import offload
+from fast_batcher._session.outcomes import Ledger, ThreadCaller
+from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
     BatcherError,

@@ -11,9 +11,6 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
-from fast_batcher._asyncio.answers import OutcomeReader
-from fast_batcher._asyncio.cost_evaluator import CostEvaluator
-from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.values import Failure, Phase, Request, settle
 from fast_batcher._host.inputs import HostInputs
@@ -21,6 +18,8 @@ from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import unpack_failure
 from fast_batcher._host.sending import CallSender, keep_deadline, pack_group
 from fast_batcher._process import monotonic
+from fast_batcher._session.outcomes import CostEvaluator, Ledger, is_beyond_reach, set_exception
+from fast_batcher._session.session import OutcomeReader
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dumps, loads, measure_size
 from fast_batcher.errors import (

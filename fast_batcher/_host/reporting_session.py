@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from fast_batcher._asyncio.ledger import Ledger, set_exception
-from fast_batcher._asyncio.local_session import LocalSession, ValueAccess
-from fast_batcher._asyncio.status import Status
 from fast_batcher._core.values import Request, settle
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._parent.worker_process import Exit, WorkerLink
+from fast_batcher._session.life import Status
+from fast_batcher._session.outcomes import Ledger, set_exception
+from fast_batcher._session.session import LocalSession, ValueAccess
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings

@@ -18,8 +18,6 @@ from contextvars import Context
 from typing import Any
 from weakref import WeakValueDictionary
 
-from fast_batcher._asyncio.ledger import Ledger
-from fast_batcher._asyncio.status import Status
 from fast_batcher._core.host import Tenancy
 from fast_batcher._core.reporting import Reporting
 from fast_batcher._core.values import Group, State
@@ -39,6 +37,8 @@ from fast_batcher._host.reporting_session import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
 from fast_batcher._process import monotonic
+from fast_batcher._session.life import Status
+from fast_batcher._session.outcomes import Ledger
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.channels import Frame, Kind, pack_header

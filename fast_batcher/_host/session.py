@@ -13,9 +13,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fast_batcher._asyncio.binding import LoopBinding
-from fast_batcher._asyncio.ledger import Ledger
-from fast_batcher._asyncio.status import Status
 from fast_batcher._core.supervision import Restarts
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._host.calls import HostCalls
@@ -23,6 +20,8 @@ from fast_batcher._host.hello import find_key, make_hello, pack_changes
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_ROOM, Hello, HostState, Welcome, unpack_start_error
 from fast_batcher._process import monotonic
+from fast_batcher._session.life import LoopBinding, Status
+from fast_batcher._session.outcomes import Ledger
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import loads
 from fast_batcher.errors import (

@@ -26,7 +26,7 @@ from fast_batcher._transport.channels import Frame, Kind, LoopChannel
 from fast_batcher._transport.pickling import dumps, loads
 
 if TYPE_CHECKING:
-    from fast_batcher._asyncio.session import Session
+    from fast_batcher._session.session import Session
 
 logger = logging.getLogger("fast_batcher")
 

@@ -5,15 +5,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fast_batcher._asyncio.answers import OutcomeReader
-from fast_batcher._asyncio.cost_evaluator import CostEvaluator
-from fast_batcher._asyncio.local_session import ValueAccess
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._host.protocol import MAX_RANGES, OpaqueError, Pickled
 from fast_batcher._parent.sending import BatchSender, SenderEvents
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._session.outcomes import CostEvaluator
+from fast_batcher._session.session import OutcomeReader, ValueAccess
 from fast_batcher._transport.channels import Reservation
 from fast_batcher._transport.pickling import SerializedError, dumps
 from fast_batcher.errors import BatcherError, UnsendableValueError

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.joining import is_much
-from fast_batcher._asyncio.offload import offload
-from fast_batcher._asyncio.output_cache import OutputCache
 from fast_batcher._local.batcher import LocalBatcher
 from fast_batcher._local.call_formats import FeatureFormat, ListFormat
 from fast_batcher._local.function import UserFunction, bind_weakly
 from fast_batcher._local.nesting import running_batch
 from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher._session.offload import offload
+from fast_batcher._session.output_cache import OutputCache
 from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.types import BatchProcessorStats, PriorityStrategy
 

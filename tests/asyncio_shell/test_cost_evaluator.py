@@ -21,9 +21,9 @@ from fast_batcher import (
     InferenceModel,
     RequestTooLargeError,
 )
-from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._core.values import Request
 from fast_batcher._process import SLOW
+from fast_batcher._session.outcomes import CostEvaluator
 from fast_batcher.settings import Settings
 
 pytestmark = pytest.mark.anyio

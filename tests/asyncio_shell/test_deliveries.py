@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from waits import LIMIT, ONE_LOOP, turns, until
 
-from fast_batcher._asyncio.deliveries import MOST_BYTES, MOST_PARTS, SLICE, Deliveries
 from fast_batcher._core.values import Request
+from fast_batcher._session.cache import MOST_BYTES, MOST_PARTS, SLICE, Deliveries
 
 pytestmark = pytest.mark.anyio
 

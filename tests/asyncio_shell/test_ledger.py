@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
 from fast_batcher._core.values import Batch, Failure, Release, Request
+from fast_batcher._session.outcomes import Ledger, ThreadCaller
 from fast_batcher.errors import InferenceError
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from waits import LIMIT, outcome, until
 
-from fast_batcher._asyncio.offload import offload
+from fast_batcher._session.offload import offload
 
 pytestmark = pytest.mark.anyio
 

@@ -6,9 +6,9 @@ from collections import Counter, deque
 import pytest
 
 from fast_batcher import BatcherStats
-from fast_batcher._asyncio.ledger import Counters
 from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.values import Release
+from fast_batcher._session.outcomes import Counters
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 

@@ -238,7 +238,7 @@ def make_arguments() -> dict[str, Any]:
         "enum": re.IGNORECASE,
         "function": len,
         "bound method": dict.fromkeys(labels).get,
-        "masked": numpy.ma.array([1, 2], mask=[0, 1]),
+        "masked": numpy.ma.array([1, 2], mask=[False, True]),
         "conjugate": torch.full((1,), 1j).conj(),
         "strided": torch.arange(7)[::2][:1],
     }
@@ -286,7 +286,7 @@ def test_equal_arguments_have_one_digest_in_all_processes() -> None:
         (Weights, Body),
         ({"a": 1}.get, {"a": 2}.get),
         (dict.fromkeys, OrderedDict.fromkeys),
-        (numpy.ma.array([1, 2], mask=[0, 1]), numpy.ma.array([1, 999999])),
+        (numpy.ma.array([1, 2], mask=[False, True]), numpy.ma.array([1, 999999])),
         (torch.ones(1, dtype=torch.complex64).conj(), torch.full((1,), 1j).conj()),
         (torch.full((1,), 1j).conj().imag, torch.full((1,), 2j).conj().imag),
     ],

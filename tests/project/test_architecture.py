@@ -39,7 +39,7 @@ FLOORS: dict[str, int] = {
     "_shared_memory": 2,
     "_parent": 3,
     "_worker": 3,
-    "_asyncio": 4,
+    "_session": 4,
     "_host": 4,
     "batcher": 4,
     "caching": 4,
@@ -72,7 +72,7 @@ MAY_IMPORT = {
 NOT_IN_WORKER = {"asyncio", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
     "batcher",
-    "_asyncio",
+    "_session",
     "_parent",
     "fastapi",
 }
@@ -408,7 +408,6 @@ def forbidden_uses(tree: ast.Module) -> list[str]:
 TESTS = {
     "": "project/test_public_api.py",
     "_arrays": "arrays",
-    "_asyncio": "asyncio_shell",
     "_core": "core",
     "_devices": "process/test_devices.py",
     "_file_state": "host",
@@ -418,6 +417,7 @@ TESTS = {
     "_observers": "asyncio_shell/test_observing.py",
     "_parent": "parent",
     "_process": "process",
+    "_session": "asyncio_shell",
     "_shared_memory": "shared_memory",
     "_suggestions": "asyncio_shell/test_batcher_settings.py",
     "_transport": "transport",

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fast_batcher import DynBatcher
-from fast_batcher._asyncio.local_session import LocalSession
+from fast_batcher._session.session import LocalSession
 
 
 def session_of(batcher: DynBatcher[Any, Any]) -> LocalSession:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 
-from fast_batcher._asyncio.signals import call_on_signal
+from fast_batcher._session.life import call_on_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds between two events.

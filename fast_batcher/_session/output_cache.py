@@ -1,4 +1,4 @@
-"""Looks outputs up in the user's cache, and stores them there. Runs on event loops.
+"""The user's cache of outputs: look-ups and stores. Runs on event loops.
 
 An error of the cache fails no call: it is logged once, and the output is computed. The methods of
 the cache may be coroutine functions or plain ones.

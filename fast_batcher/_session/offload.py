@@ -1,4 +1,4 @@
-"""Runs CPU-bound work in a thread, off the event loop. Any event loop may call.
+"""Work in a thread of its own: long computations that would block the event loop.
 
 Each piece of work has its own thread: it is rare and large, so starting a thread is comparatively
 cheap. The loop's default executor may be full of jobs that block for long, or that wait for this

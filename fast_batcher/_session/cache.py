@@ -1,27 +1,38 @@
-"""CachedCalls: the calls of a batcher with a cache, and the computations that they wait for.
+"""A session that looks outputs up in a cache before another session computes them.
 
-API process, on the event loop's thread. Callers with equal keys that wait at the same time share a
-computation. Its request has the deadline of one of them, the leader; if it fails because of that
-deadline, it is sent again for the callers with later ones. `Deliveries` gives each caller its own
-copy of the output.
+    DynBatcher --accept--> CachingSession --miss--> LocalSession or RemoteSession
+               <--hit----- |         ^              |
+                           +- cache -+ <---output---+
+
+API process, on the event loop's thread. `CachedCalls` has the calls. Callers with equal keys that
+wait at the same time share a computation. Its request has the deadline of one of them, the leader;
+if it fails because of that deadline, it is sent again for the callers with later ones. `Deliveries`
+gives each caller its own copy of the output: a turn of the loop makes copies for a few
+milliseconds, and copies that would take longer are made in a thread, one after the other.
 """
 
 import asyncio
+import copy
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
+from dataclasses import replace
 from inspect import isawaitable
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from fast_batcher._asyncio.deliveries import Deliveries
-from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
-from fast_batcher._asyncio.output_cache import OutputCache
-from fast_batcher._asyncio.session import Session
+from fast_batcher._arrays.joining import is_much
 from fast_batcher._core.host import OpenCalls
-from fast_batcher._core.prediction import method_of
+from fast_batcher._core.prediction import Method, method_of
 from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
+from fast_batcher._session.life import LoopBinding
+from fast_batcher._session.offload import offload
+from fast_batcher._session.outcomes import Ledger, is_beyond_reach, set_exception
+from fast_batcher._session.output_cache import EXITS, OutputCache
+from fast_batcher._session.session import Session
 from fast_batcher._transport.pickling import to_cause
 from fast_batcher.caching import hash_input
 from fast_batcher.errors import (
@@ -33,8 +44,125 @@ from fast_batcher.errors import (
     QueueFullError,
     copy_error,
 )
+from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
+from fast_batcher.stats import BatcherStats, Explanation
 from fast_batcher.types import CachedNone
+
+# Seconds of one turn of the event loop in which copies are made. With the last copy, which may take
+# as long, and the callers that go on with their copies, a turn stays below 5 ms.
+SLICE: Final = 0.001
+# Parts of an output above which a thread copies it. `deepcopy` takes 0.1 us for a number, and 1 us
+# for a list or dict.
+MOST_PARTS: Final = 2000
+# Bytes of its arrays above which a thread copies it. The system takes up to 4 ms for a MiB of fresh
+# memory on virtual machines.
+MOST_BYTES: Final = 2**18
+
+
+class _Delivery(NamedTuple):
+    # The callers that still wait. The owner of this list removes those that leave.
+    callers: list[Request]
+    output: Any
+
+
+class Deliveries:
+    """Outputs of which some callers have no copy yet.
+
+    Args:
+        settle: Called with a caller and its copy.
+    """
+
+    def __init__(self, settle: Callable[[Request, Any], None]) -> None:
+        self._settle = settle
+        # A task works on each of them as long as it is not empty; the first entry is under way.
+        self._small: deque[_Delivery] = deque()
+        self._large: deque[_Delivery] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, callers: list[Request], output: Any, loop: AbstractEventLoop) -> None:
+        """Give each caller a copy, from the next turn of the event loop on."""
+        self._small.append(_Delivery(callers, output))
+        if len(self._small) == 1:
+            self._start(self._copy_here(), loop)
+
+    def _add_large(self, delivery: _Delivery) -> None:
+        self._large.append(delivery)
+        if len(self._large) == 1:
+            self._start(self._copy_in_thread(), asyncio.get_running_loop())
+
+    def _start(self, work: Coroutine[Any, Any, None], loop: AbstractEventLoop) -> None:
+        task = loop.create_task(work, context=Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _copy_here(self) -> None:
+        """Make copies for `SLICE` seconds in each turn of the event loop."""
+        until = monotonic() + SLICE
+        while self._small:
+            delivery = self._small[0]
+            is_large = _is_large(delivery.output)
+            while delivery.callers and not is_large:
+                began_at = monotonic()
+                self._settle(delivery.callers.pop(0), copy_output(delivery.output))
+                now = monotonic()
+                # The size of an object of the user's class is unknown.
+                is_large = now - began_at > SLICE
+                if now > until:
+                    await asyncio.sleep(0)
+                    until = monotonic() + SLICE
+            self._small.popleft()
+            if delivery.callers:
+                self._add_large(delivery)
+
+    async def _copy_in_thread(self) -> None:
+        """Make one copy after the other: Python code in several threads would slow the loop."""
+        while self._large:
+            delivery = self._large[0]
+            while delivery.callers:
+                copied = await offload(True, copy_output, delivery.output)
+                if delivery.callers:
+                    self._settle(delivery.callers.pop(0), copied)
+                del copied
+            self._large.popleft()
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until every caller has its copy, at most `seconds`."""
+        until = monotonic() + seconds
+        # The copies of a large output are the work of another task, which starts meanwhile.
+        while self._tasks and (left := until - monotonic()) > 0:
+            await asyncio.wait(self._tasks, timeout=left)
+
+    def rebind(self, loop: AbstractEventLoop) -> None:
+        """Continue on another event loop; the previous loop is closed, and its tasks with it."""
+        self._tasks.clear()
+        if self._small:
+            self._start(self._copy_here(), loop)
+        if self._large:
+            self._start(self._copy_in_thread(), loop)
+
+    def finish(self) -> None:
+        """Give every caller its copy now; blocks."""
+        for delivery in (*self._small, *self._large):
+            while delivery.callers:
+                self._settle(delivery.callers.pop(0), copy_output(delivery.output))
+
+
+def _is_large(output: Any) -> bool:
+    try:
+        return is_much(output, most_parts=MOST_PARTS, most_bytes=MOST_BYTES)
+    except Exception:  # noqa: BLE001  the user's classes may raise anything
+        return False
+
+
+def copy_output(output: Any) -> Any:
+    """Copy an output for one caller; immutable ones are not copied."""
+    try:
+        return copy.deepcopy(output)
+    except EXITS:
+        raise
+    except BaseException:  # noqa: BLE001  the user's code may raise anything
+        return output
 
 
 class _Computation:
@@ -405,3 +533,111 @@ def _is_late(error: BaseException, request: Request) -> bool:
     if not isinstance(error, DeadlineExceededError | NotReadyError):
         return False
     return error.retry_after is not None or request.deadline <= monotonic()
+
+
+class CachingSession:
+    """A `Session` with a cache before another session.
+
+    Args:
+        inner: The session that computes.
+        settings: The batcher's settings, with a cache.
+        ledger: Has the counts.
+        name: The batcher's name.
+        weights: Part of the keys: see `ModelSpec.weights`.
+    """
+
+    def __init__(
+        self, inner: Session, settings: Settings, ledger: Ledger, name: str, weights: str
+    ) -> None:
+        self._inner = inner
+        self._settings = settings
+        self._counters = ledger.counters
+        self._calls = CachedCalls(inner, settings, ledger, name, weights)
+
+    @property
+    def binding(self) -> LoopBinding:
+        """Process, event loop and thread of the session."""
+        return self._inner.binding
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """The methods of a model that has several, by name."""
+        return self._inner.methods
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Numbers of ready workers, waiting requests and running requests."""
+        return self._inner.load
+
+    def read_stats(self) -> BatcherStats:
+        """Return the statistics of the session that computes, and the counts of the cache."""
+        results = self._counters.cache_results
+        return replace(
+            self._inner.read_stats(),
+            cache_hits=results["hit"],
+            cache_misses=results["miss"],
+            cache_coalesced=results["coalesced"],
+            cache_lookups=self._calls.looked_up,
+        )
+
+    def explain(self) -> Explanation:
+        """Explain the size of the recent batches."""
+        return self._inner.explain()
+
+    def begin(self) -> None:
+        """Start the workers, without waiting for them."""
+        self._inner.begin()
+
+    def accept(self, request: Request) -> None:
+        """Look the output up, or join a computation of an equal input."""
+        self._calls.accept(request)
+
+    def abandon(self, request: Request) -> None:
+        """Remove a caller; the computation ends with its last caller."""
+        self._calls.abandon(request)
+
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a request of the session that computes."""
+        self._inner.raise_priority(request, priority)
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
+        """Return whether the queue has room for a request that has not been accepted yet."""
+        return self._calls.has_room(request, ahead)
+
+    def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Make an array in shared memory; None if the caller must make an ordinary one."""
+        return self._inner.allocate_input(dtype, shape)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply changed settings, which were checked before."""
+        self._inner.reconfigure(settings)
+        self._settings = self._calls.settings = settings
+
+    def rebind(self, loop: AbstractEventLoop) -> None:
+        """Continue on another event loop; the previous loop is closed."""
+        self._inner.rebind(loop)
+        self._calls.rebind()
+
+    def begin_drain(self) -> None:
+        """Expect no further requests, unless accepted ones are looked up and may be misses."""
+        if not self._calls.looked_up:
+            self._inner.begin_drain()
+
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Replace the workers by workers with another model."""
+        with self._calls.reload(model_spec.weights):
+            await self._inner.reload(model_spec)
+
+    async def aclose(self) -> None:
+        """Wait at most `drain_timeout` for look-ups, and as long for computations; then end."""
+        await self._calls.wait_until_looked_up(self._settings.drain_timeout)
+        self._inner.begin_drain()
+        await self._inner.aclose()
+        await self._calls.wait_until_delivered(self._settings.drain_timeout)
+        self._calls.end()
+        await self._calls.cache.settle(self._settings.stop_timeout)
+
+    def end(self, grace: float) -> None:
+        """Release everything, and block until the workers are dead."""
+        self._calls.end()
+        self._inner.end(grace)

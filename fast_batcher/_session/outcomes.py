@@ -1,28 +1,162 @@
-"""Ledger: delivers one outcome to each caller, counts it, and reports it to observers.
+"""Outcomes of requests: rejected inputs, settled callers, counts, and the words of errors and logs.
 
-Runs in the API process, on the event loop's thread. A caller waits for an `asyncio.Future`, or in
+    CostEvaluator  calls the user's `cost` and `group_by` for each input
+    Ledger         gives callers their outcomes, and counts the ends of all requests
+    Reports        makes errors and log lines
+
+API process or host, on the event loop's thread. A caller waits for an `asyncio.Future`, or in
 another thread for a `ThreadCaller`. It may leave at any moment, which is counted and affects no
-other caller. The ledger does not decide which requests end: the scheduler and the workers' answers
-do.
+other caller. The scheduler and the workers' answers decide which requests end.
 """
 
 import asyncio
 import concurrent.futures
+import contextlib
+import functools
+import logging
+import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
+from weakref import WeakValueDictionary
 
 from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.late_errors import LateErrors
-from fast_batcher._core.values import Batch, Failure, Request, settle
+from fast_batcher._core.prediction import Method, method_of
+from fast_batcher._core.values import Batch, Expire, ExpiryReason, Failure, Group, Request, settle
 from fast_batcher._late_error_log import log_late_error
 from fast_batcher._observers import Observers, describe_answer
-from fast_batcher._process import monotonic
-from fast_batcher.errors import BatcherError, forget_frames
+from fast_batcher._process import SLOW, monotonic
+from fast_batcher._transport.pickling import one_line, to_cause
+from fast_batcher.errors import (
+    BatcherError,
+    ConfigurationError,
+    DeadlineExceededError,
+    NotReadyError,
+    RequestTooLargeError,
+    forget_frames,
+)
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
+from fast_batcher.settings import Settings
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
+
+logger = logging.getLogger("fast_batcher")
+
+# Sums and products of costs over a whole queue must stay finite. No useful unit of cost reaches
+# this value.
+MOST_COST = 1e15
+
+
+class CostEvaluator:
+    """Sets the cost and the group of requests with the user's functions.
+
+    Args:
+        settings: Its `cost` returns a number above 0, at most `MOST_COST`; its `group_by` a key
+            that is hashable and equal to itself; `max_request_cost` limits the cost.
+        name: The batcher's name, for the log.
+        methods: The methods of a model that has several.
+    """
+
+    def __init__(self, settings: Settings, name: str, methods: Sequence[Method] = ()) -> None:
+        self._cost = settings.cost
+        self._group_by = settings.group_by
+        self._max_request_cost = settings.max_request_cost
+        self._name = name
+        # Whether the user has given any function.
+        self.is_needed = self._cost is not None or self._group_by is not None or bool(methods)
+        self._methods = methods
+        named = {method.name: method for method in methods}
+        # The method of calls that name none.
+        self._infer = named.get("infer")
+        # Groups by key, each as long as a request refers to it.
+        self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
+        self._has_warned = False
+
+    def find_fault(self, request: Request) -> BatcherError | None:
+        """Set the request's cost and group; return an error if the request must be rejected."""
+        if self._methods and request.group is None:
+            if self._infer is None:
+                names = ", ".join(f"methods.{one.name}" for one in self._methods)
+                return ConfigurationError(
+                    f"{self._name}: the model has no infer; call process_batched of {names}"
+                )
+            request.group = self._infer.group
+        began_at = monotonic()
+        try:
+            if self._cost is not None:
+                request.cost = self._checked_cost(_call("cost", self._cost, request.value))
+            if self._group_by is not None:
+                key = _call("group_by", self._group_by, request.value)
+                request.group = self._group_of(key, method_of(request.group))
+        except BatcherError as error:
+            return error
+        except BaseException as error:  # noqa: BLE001  even the repr of a result may raise
+            return ConfigurationError(
+                f"cost or group_by returned something that raises {type(error).__name__} when it "
+                "is looked at"
+            )
+        seconds = monotonic() - began_at
+        if seconds > SLOW and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: cost or group_by took %.3g seconds for one input, and the event loop with all "
+                "its requests waited; work it out before the call and make it part of the input",
+                self._name,
+                seconds,
+            )
+        return None
+
+    def _checked_cost(self, cost: object) -> float:
+        is_number = isinstance(cost, Real) and not isinstance(cost, bool)
+        try:
+            number = float(cost) if is_number else math.nan  # type: ignore[arg-type]
+        except (OverflowError, ValueError, TypeError):
+            number = math.nan
+        if not 0 < number <= MOST_COST:
+            # Anything but a number may be the input itself, which must not be logged.
+            shown = f"{cost!r:.100}" if is_number else f"a {type(cost).__qualname__}"
+            raise ConfigurationError(
+                f"cost returned {shown}: it must return a number above 0, at most {MOST_COST:g}, "
+                "for every input"
+            )
+        if self._max_request_cost is not None and number > self._max_request_cost:
+            raise RequestTooLargeError(
+                f"the input costs {number:.6g}, more than max_request_cost="
+                f"{self._max_request_cost:.6g}"
+            )
+        return number
+
+    def _group_of(self, key: Any, method: Method | None) -> Group:
+        # The key's own methods run here, and when the group is removed.
+        try:
+            is_itself = bool(key == key)  # NaN is not
+            group = self._groups.get((method, key)) if is_itself else None
+            if is_itself and group is None:
+                group = self._groups[method, key] = Group(key, method)
+        except BaseException as error:  # noqa: BLE001  the caller gets it
+            raise ConfigurationError(
+                f"group_by returned a {type(key).__name__} that cannot be a key "
+                f"({type(error).__name__}: {error!s:.100}): return a string, a number or a tuple"
+            ) from to_cause(error)
+        if group is None:
+            raise ConfigurationError(
+                f"group_by returned a {type(key).__qualname__} that is not equal to itself: no "
+                "other request could ever share its batch"
+            )
+        return group
+
+
+def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return function(value)
+    except BaseException as error:  # noqa: BLE001  the caller gets it
+        # Also SystemExit and KeyboardInterrupt, which would end the turn of all other callers.
+        raise ConfigurationError(
+            f"{name} raised {type(error).__name__} for an input: {error!s:.200}"
+        ) from to_cause(error)
 
 
 class ThreadCaller:
@@ -245,3 +379,79 @@ def is_beyond_reach(request: Request) -> bool:
     """Return whether the caller waits on a closed loop, where settling its future would raise."""
     caller = request.caller
     return isinstance(caller, asyncio.Future) and caller.get_loop().is_closed()
+
+
+class Reports:
+    """Builds the error messages and log lines of one batcher.
+
+    Args:
+        name: The batcher's name.
+        settings: The limits that messages name.
+    """
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._name = name
+        self._settings = settings
+
+    def index(self, worker: int) -> int:
+        """Return a worker's index, from 0; a replacement has its predecessor's index."""
+        return worker % self._settings.num_workers
+
+    def expiry_error(self, action: Expire) -> BatcherError:
+        """Make the error for the caller of an expired request."""
+        if action.rejection is not None:
+            return action.rejection.to_error()
+        named = action.request.timeout
+        limit = f"its timeout of {self._settings.timeout if named is None else named} seconds"
+        if action.reason is ExpiryReason.NOT_READY:
+            return NotReadyError(f"no worker was ready for the call within {limit}")
+        if action.reason is ExpiryReason.WAITING:
+            return DeadlineExceededError(f"the request was still waiting after {limit}")
+        if action.reason is ExpiryReason.RUNNING:
+            return DeadlineExceededError(f"the model had not answered within {limit}")
+        return DeadlineExceededError(
+            f"the batch ran longer than infer_timeout={self._settings.infer_timeout} seconds"
+        )
+
+    def log_stall(self, worker: int) -> None:
+        """Log that a worker computes for longer than any caller waits."""
+        limit = self._settings.infer_timeout
+        logger.warning(
+            "%s: worker %d is not ready: it has computed one batch for timeout=%s seconds, and no "
+            "caller waits for it any more; it gets no other batch before it answers, and is "
+            "replaced %s",
+            self._name,
+            self.index(worker),
+            self._settings.timeout,
+            "by infer_timeout alone, which is not set"
+            if limit is None
+            else f"after infer_timeout={limit} seconds",
+        )
+
+    def log_infer_timeout(self, worker: int) -> None:
+        """Log that a worker is replaced because its batch takes too long."""
+        limit = self._settings.infer_timeout
+        reason = f"its batch took longer than infer_timeout={limit} seconds"
+        self._log_replacement(logging.WARNING, worker, reason)
+
+    def log_fatal_error(self, worker: int) -> None:
+        """Log that a worker is replaced because its device is lost."""
+        self._log_replacement(logging.ERROR, worker, "its device cannot be used any more")
+
+    def _log_replacement(self, level: int, worker: int, reason: str) -> None:
+        logger.log(level, "%s: worker %d is replaced: %s", self._name, self.index(worker), reason)
+
+    def internal_error(self, error: Exception) -> Callable[[], BatcherError]:
+        """Log an internal error, and return a function that makes an error for each caller."""
+        # An exception of a log handler must not end the loop.
+        with contextlib.suppress(Exception):
+            logger.error(
+                "%s: an internal error; the calls that it hits fail, and the batcher goes on",
+                self._name,
+                exc_info=error,
+            )
+        return functools.partial(
+            BatcherError,
+            f"{self._name}: an internal error of fast_batcher ({one_line(error)}); its traceback "
+            "is in the log. Please report it",
+        )

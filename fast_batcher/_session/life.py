@@ -1,0 +1,440 @@
+"""The life of a batcher: its state, its event loop, its owners, and signals. Event loop's thread.
+
+    Status           the state, and the error that has broken the batcher
+    LoopBinding      the process, event loop and thread that a session belongs to
+    Owners           the lifespans and `async with` blocks that keep it open
+    call_on_signal   runs a callback on a signal, then the previous handler; main thread
+
+A `Status` lives as long as its batcher; sessions come and go. Only `Status` changes the state, and
+it logs every change.
+"""
+
+import asyncio
+import copy
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import Context
+from dataclasses import dataclass
+from threading import get_ident
+from types import FrameType
+from typing import Any, NoReturn
+
+from fast_batcher._core.values import MOVES, Event, State
+from fast_batcher._process import at_fork, monotonic
+from fast_batcher._session.outcomes import Ledger
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    NotReadyError,
+)
+
+# The number of no thread: a forked child has a copy of the loop, which says that it is running.
+_NO_THREAD = -1
+
+
+class LoopBinding:
+    """Binds a session to the event loop that runs now, until it is bound to another one.
+
+    Args:
+        name: The batcher's name, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        # A call comes from this loop if the loop runs and the call is in its thread. To ask
+        # `asyncio.get_running_loop` takes a system call, 0.3 us, on Python 3.11.
+        self.loop = asyncio.get_running_loop()
+        self.thread = get_ident()
+        at_fork(self, in_child=LoopBinding._unbind)
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind to another event loop, which runs in this thread."""
+        self.loop = loop
+        self.thread = get_ident()
+
+    def _unbind(self) -> None:
+        """Let no call of a forked child take the copy of the loop for one that runs."""
+        self.thread = _NO_THREAD
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether the event loop runs in another thread than this call."""
+        return self.loop.is_running() and self.thread != get_ident()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked copy: workers and event loop belong to another process."""
+        return self._pid != os.getpid()
+
+    def require_own_process(self) -> None:
+        """Raise if this is a forked copy."""
+        if self.is_forked:
+            self._reject_fork()
+
+    def _reject_fork(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
+            "and does not survive a fork; open one in each process, for example in the lifespan"
+        )
+
+    def require_closed_loop(self, what: str) -> None:
+        """Raise if the event loop is not closed, so that no other may serve the session."""
+        if not self.loop.is_closed():
+            raise RuntimeError(
+                f"{self._name}: {what} comes from another event loop than the one that serves it, "
+                "which is still alive; from other threads use submit()"
+            )
+
+    def require_own_thread(self, what: str) -> None:
+        """Raise if this is another thread than the event loop's."""
+        if self.runs_elsewhere:
+            raise RuntimeError(
+                f"{self._name}: {what} belongs to the thread of the event loop; from another one "
+                "use loop.call_soon_threadsafe"
+            )
+
+    def call(self, function: Callable[..., None], *args: Any) -> bool:
+        """Call a function on the loop's thread, from any thread; False if the loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args, context=Context())
+        except RuntimeError:
+            return False
+        return True
+
+
+@dataclass(eq=False)
+class Owner:
+    """An `async with` block or lifespan that was entered and not left yet."""
+
+    loop: asyncio.AbstractEventLoop
+    # False once the batcher was closed after this owner entered.
+    is_current: bool = True
+
+
+class Owners:
+    """Counts owners, so that the last one that leaves closes the batcher.
+
+    `aclose` and `stop` close the batcher for all owners, which then leave without effect.
+    """
+
+    def __init__(self) -> None:
+        self._owners: list[Owner] = []
+
+    def note_end(self) -> None:
+        """Record that the batcher was closed: owners that entered before leave without effect."""
+        for owner in self._owners:
+            owner.is_current = False
+
+    def enter(self, loop: asyncio.AbstractEventLoop) -> Owner:
+        """Add an owner."""
+        # Owners on a closed loop will never leave.
+        self._owners = [one for one in self._owners if not one.loop.is_closed()]
+        self._owners.append(Owner(loop))
+        return self._owners[-1]
+
+    def remove(self, owner: Owner) -> None:
+        """Remove an owner whose block failed to start."""
+        self._owners.remove(owner)
+
+    def leave(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Remove an owner of this loop.
+
+        Returns:
+            Whether the batcher must be closed: the owner was the last one, or there was none.
+        """
+        # Owners of one loop are interchangeable, except that owners of earlier openings go first.
+        owners = [one for one in self._owners if one.loop is loop]
+        if not owners:
+            return True
+        owner = min(owners, key=lambda one: one.is_current)
+        self._owners.remove(owner)
+        return owner.is_current and not self.is_owned()
+
+    def is_owned(self) -> bool:
+        """Return whether the present opening has an owner on a loop that is not closed."""
+        return any(one.is_current and not one.loop.is_closed() for one in self._owners)
+
+
+logger = logging.getLogger("fast_batcher")
+
+
+@contextmanager
+def call_on_sigterm(
+    loop: asyncio.AbstractEventLoop, function: Callable[[], object], name: str, delay: float = 0.0
+) -> Iterator[None]:
+    """Call a function on the loop at each SIGTERM during the block, before the previous handler.
+
+    Outside the main thread, which alone may set handlers, only a warning is logged: test clients
+    run an app's lifespan in another thread.
+
+    Args:
+        loop: The event loop on which the function is called.
+        function: The function.
+        name: The batcher's name, for the log.
+        delay: As for `call_on_signal`.
+    """
+    if not _is_main_thread():
+        logger.warning(
+            "%s: drain_on_sigterm=True has no effect, because the lifespan runs in thread %r and "
+            "signal handlers can be set in the main thread only; SIGTERM will not end readiness "
+            "before the server closes the batcher. In a test that does not matter; a server that "
+            "runs its event loop in another thread calls begin_drain() itself",
+            name,
+            threading.current_thread().name,
+        )
+        yield
+        return
+    with call_on_signal(signal.SIGTERM, loop, function, delay):
+        yield
+
+
+@contextmanager
+def call_on_end(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> Iterator[None]:
+    """Call a function on the loop at each SIGINT or SIGTERM, before the previous handler.
+
+    Outside the main thread it does nothing.
+    """
+    with ExitStack() as handlers:
+        for number in (signal.SIGINT, signal.SIGTERM) if _is_main_thread() else ():
+            handlers.enter_context(call_on_signal(number, loop, function))
+        yield
+
+
+@contextmanager
+def call_on_signal(
+    number: signal.Signals,
+    loop: asyncio.AbstractEventLoop,
+    function: Callable[[], object],
+    delay: float = 0.0,
+) -> Iterator[None]:
+    """Call a function on the loop at each such signal during the block, then the previous handler.
+
+    Only in the main thread.
+
+    Args:
+        number: The signal.
+        loop: The event loop on which the function is called.
+        function: The function.
+        delay: Seconds from the first signal to the call of the previous handler, which a second
+            signal calls at once.
+    """
+    handler = _Handler(number, loop, function, delay)
+    signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        handler.remove()
+
+
+class _Handler:
+    """A signal handler that runs a function on a loop, and the previous handler."""
+
+    def __init__(
+        self,
+        number: signal.Signals,
+        loop: asyncio.AbstractEventLoop,
+        function: Callable[[], object],
+        delay: float,
+    ) -> None:
+        self._number = number
+        self._loop = loop
+        self._function = function
+        # Of the next signal.
+        self._delay = delay
+        self._before = signal.getsignal(number)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        delay, self._delay = self._delay, 0.0
+        try:
+            self._loop.call_soon_threadsafe(self._function, context=Context())
+            if delay:
+                self._loop.call_soon_threadsafe(self._set_timer, delay, context=Context())
+                return
+        except RuntimeError:  # the loop is closed, and so is the batcher
+            pass
+        self._call_before(frame)
+
+    def _set_timer(self, delay: float) -> None:
+        self._timer = self._loop.call_later(delay, self._call_before, None)
+
+    def _call_before(self, frame: FrameType | None) -> None:
+        if callable(self._before):
+            self._before(self._number, frame)
+        elif self._before is signal.SIG_DFL:
+            # Nothing else would end the program.
+            signal.signal(self._number, signal.SIG_DFL)
+            signal.raise_signal(self._number)
+
+    def remove(self) -> None:
+        """Set the previous handler again.
+
+        A handler that was set meanwhile stays. A previous handler that was not set from Python
+        (None) cannot be restored.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+        number, before = self._number, self._before
+        if before is not None and signal.getsignal(number) is self:
+            signal.signal(number, before)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+# The remedies for a batcher that was not opened, in an app and in a script.
+GIVE_LIFESPAN = (
+    "Give its lifespan to the app: FastAPI(lifespan=batcher.lifespan), and in tests use `with "
+    "TestClient(app)`, which runs it"
+)
+OPEN_IT = "`async with batcher` or `await batcher.open()` opens it"
+
+
+class Status:
+    """The state of one batcher.
+
+    Args:
+        name: The batcher's name, for errors and logs.
+        ledger: Counts rejected calls.
+        is_logged: Whether changes are logged.
+    """
+
+    def __init__(self, name: str, ledger: Ledger, *, is_logged: bool = True) -> None:
+        self.name = name
+        self._ledger = ledger
+        self._is_logged = is_logged
+        self.state = State.NEW
+        # True after SIGTERM: calls are still answered, but probes report not ready.
+        self.is_leaving = False
+        # The error of the last failed start, None otherwise.
+        self._start_error: BatcherError | None = None
+        # Reason for which the pool has given up for now, or None; and the moment of the next try.
+        self._given_up: str | None = None
+        self._next_try = 0.0
+        # Futures of the running `wait_while_opening` calls.
+        self._waiters: list[asyncio.Future[None]] = []
+        # The moment at which the batcher broke, None while it is not broken.
+        self._broken_since: float | None = None
+
+    def begin(self) -> None:
+        """Start an opening, and clear the errors of the previous one."""
+        self.is_leaving = False
+        self._start_error = self._given_up = None
+        self.move(Event.OPEN)
+
+    def move(self, event: Event) -> None:
+        """Move to the state that follows this event, which must be legal in the present one."""
+        before, self.state = self.state, MOVES[self.state, event]
+        self._broken_since = monotonic() if self.state is State.BROKEN else None
+        if self._is_logged:
+            logger.info("%s: %s -> %s (%s)", self.name, before.value, self.state.value, event.value)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
+
+    async def wait_while_opening(self) -> None:
+        """Wait until the batcher is open, broken, draining or closed."""
+        if self.state is State.OPENING:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    @property
+    def has_waiters(self) -> bool:
+        """Whether a caller waits for the end of the opening, and gets its error."""
+        return any(not waiter.done() for waiter in self._waiters)
+
+    def fail_start(self, error: BatcherError) -> None:
+        """Break: a worker could not load its model, or no host process could be started."""
+        self._start_error = error
+        self.move(Event.START_FAILED)
+
+    def give_up(self, reason: str, seconds: float) -> None:
+        """Break: all restarts are spent, and the next try is `seconds` away."""
+        self._given_up, self._next_try = reason, monotonic() + seconds
+        if self.state in (State.OPENING, State.OPEN):
+            self.move(Event.GIVEN_UP)
+
+    def recover(self) -> None:
+        """Recover: a worker is ready again after all had spent their restarts."""
+        self._given_up = None
+        self.move(Event.RECOVERED)
+
+    def end(self) -> None:
+        """Close; legal in every state but CLOSED."""
+        self._given_up = None
+        self.move(Event.CLOSE)
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether calls are accepted."""
+        return self.state is State.OPEN or self.state is State.OPENING
+
+    @property
+    def given_up_reason(self) -> str | None:
+        """Reason for which the pool has given up for now, None if it has not."""
+        return self._given_up
+
+    @property
+    def has_failed_to_start(self) -> bool:
+        """Whether the last start has failed."""
+        return self._start_error is not None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether every worker has spent its restarts, and another try is to come."""
+        return self._given_up is not None
+
+    @property
+    def broken_seconds(self) -> float | None:
+        """Seconds for which the batcher has been continuously broken, None if it is not broken."""
+        return None if self._broken_since is None else monotonic() - self._broken_since
+
+    def broken_error(self) -> BatcherError | None:
+        """Make the error of a broken batcher for one caller; None if it is not broken.
+
+        Each caller gets its own error object: a shared one would collect tracebacks.
+        """
+        if self._start_error is not None:
+            error = copy.copy(self._start_error)
+            error.__cause__ = self._start_error.__cause__
+            return error
+        if self._given_up is None:
+            return None
+        seconds = max(0.0, self._next_try - monotonic())
+        return NotReadyError(
+            f"{self.name}: {self._given_up}; the next try is in {seconds:.3g} seconds",
+            retry_after=seconds,
+        )
+
+    def unanswered_error(self) -> BatcherError:
+        """Make the error for one caller whose request ends without an outcome."""
+        return self.broken_error() or BatcherClosedError(
+            f"{self.name} was closed before it had answered"
+        )
+
+    def reject_call(self, what: str) -> NoReturn:
+        """Raise the error for a call that is not accepted.
+
+        Args:
+            what: The reason if the batcher is neither broken nor closed.
+        """
+        broken_error = self.broken_error()
+        if broken_error is not None:
+            raise broken_error
+        if self.state in (State.DRAINING, State.CLOSED):
+            self._ledger.reject_call("closed")
+            raise BatcherClosedError(
+                f"{self.name} is {self.state.value} and takes no requests; `await open()` or "
+                "`async with` opens a closed batcher again"
+            )
+        remedy = GIVE_LIFESPAN if "fastapi" in sys.modules else OPEN_IT
+        raise NotReadyError(f"{self.name}: {what}. {remedy}")
