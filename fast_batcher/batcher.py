@@ -573,8 +573,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             lame_duck: Seconds from SIGTERM to the server's own handler, 0 or more; needs
                 `drain_on_sigterm`. Meanwhile the server still accepts connections, so that a load
                 balancer sees that `/readyz` is 503 and sends its requests elsewhere. A second
-                SIGTERM ends the wait. Hypercorn and Granian handle the signal themselves, so that it
-                has no effect there.
+                SIGTERM ends the wait. It has no effect with Hypercorn and Granian, which handle
+                the signal themselves.
             freeze_gc: Whether Python's garbage collector excludes the objects that are alive when
                 the batcher is ready, until the last such lifespan of the process ends. An app that
                 has called `gc.freeze` itself keeps its frozen objects. See
