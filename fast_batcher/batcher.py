@@ -768,7 +768,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         session: Session
         if settings.shared:
             # Most programs need no host.
-            from fast_batcher._host.session import RemoteSession
+            from fast_batcher._host.client import RemoteSession
 
             session = RemoteSession(*parts)
         else:

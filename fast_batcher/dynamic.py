@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar, Unpack, overload
 
 from fast_batcher._local.decorated import Decorated, decorate, mark_async
-from fast_batcher._local.settings import ThreadOptions
+from fast_batcher._local.function import ThreadOptions
 
 InT = TypeVar("InT")
 OutT = TypeVar("OutT")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol, Unpack, overload
 
 from fast_batcher._local.decorated import decorate, mark_async
-from fast_batcher._local.settings import InferenceOptions
+from fast_batcher._local.function import InferenceOptions
 from fast_batcher.dynamic import BatchedFunction, OutT
 
 # Outputs of a list become an array or a list, depending on its entries: numbers or texts.

@@ -24,7 +24,7 @@ import pickle
 from typing import Any, NamedTuple
 
 from fast_batcher._core.values import Failure, Request
-from fast_batcher._host.process_identity import ProcessIdentity
+from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES

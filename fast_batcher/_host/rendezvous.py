@@ -33,9 +33,14 @@ from fast_batcher._host.directory import (
     open_directory,
     take_lock,
 )
-from fast_batcher._host.identity import HostKey, list_differences
+from fast_batcher._host.identity import (
+    HostKey,
+    ProcessIdentity,
+    identify_process,
+    kill_process,
+    list_differences,
+)
 from fast_batcher._host.launch import HostProcess
-from fast_batcher._host.process_identity import ProcessIdentity, identify_process, kill_process
 from fast_batcher._process import at_fork, occupy_stdio
 from fast_batcher.errors import NotReadyError
 

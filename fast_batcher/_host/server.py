@@ -1,9 +1,10 @@
 """The host's server: accepts API processes, and connects them to the one session.
 
-    API processes ==> Tenant --accept--> LocalSession (scheduler, pool) ==> workers
+    API processes ==> Tenant --accept--> ReportingSession (scheduler, pool) ==> workers
 
 Host process, on the event loop's thread. The first API process brings settings and model; all that
-come later have the same, because these are part of the key of the host.
+come later have the same, because these are part of the key of the host. Log records and events go
+to one API process, the reporter.
 """
 
 import asyncio
@@ -13,19 +14,20 @@ import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.host import Tenancy
 from fast_batcher._core.reporting import Reporting
-from fast_batcher._core.values import Group, State
-from fast_batcher._host.forwarding import EventForwarder, LogForwarder
-from fast_batcher._host.memory_ranges import MemoryRanges
-from fast_batcher._host.process_identity import identify_process
+from fast_batcher._core.values import Group, Request, State, settle
+from fast_batcher._file_state import FileState, read_state
+from fast_batcher._host.identity import identify_process
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
+    MAX_RANGES,
     SHARED_PART,
     Hello,
     HostState,
@@ -33,21 +35,253 @@ from fast_batcher._host.protocol import (
     pack_start_error,
 )
 from fast_batcher._host.rendezvous import check_peer
-from fast_batcher._host.reporting_session import ReportingSession
-from fast_batcher._host.tenant import Tenant
-from fast_batcher._host.values import HostAccess
+from fast_batcher._host.tenant import HostAccess, Tenant
+from fast_batcher._parent.worker_process import Exit, WorkerLink
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import Status
-from fast_batcher._session.outcomes import Ledger
+from fast_batcher._session.outcomes import Ledger, set_exception
+from fast_batcher._session.session import LocalSession, ValueAccess
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.channels import Frame, Kind, pack_header
+from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.pickling import dumps, loads
-from fast_batcher.errors import NotReadyError
+from fast_batcher.errors import NotReadyError, WorkerStartupError
 from fast_batcher.model import ModelSpec
+from fast_batcher.observing import (
+    BatchAnswered,
+    CollectionPaused,
+    Observer,
+    RequestEnded,
+    WorkerChanged,
+)
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
+# Finds an API process, None without one.
+Find = Callable[[], Tenant | None]
+
+
+class LogForwarder(logging.Handler):
+    """Handler that passes records on; without an API process they go to stderr.
+
+    Args:
+        find_reader: Finds the API process that logs.
+        loop: The event loop, on whose thread records are sent.
+    """
+
+    def __init__(self, find_reader: Find, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._find_reader = find_reader
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._stderr = logging.StreamHandler()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record; any thread."""
+        if threading.get_ident() == self._thread:
+            self._send(record)
+        else:
+            self._loop.call_soon_threadsafe(self._send, record, context=Context())
+
+    def _send(self, record: logging.LogRecord) -> None:
+        reader = self._find_reader()
+        if reader is None:
+            self._stderr.handle(record)
+        else:
+            reader.tell(Kind.LOG, pack_record(record))
+
+
+class EventForwarder(Observer):
+    """Observer that passes events on.
+
+    Args:
+        find_reporter: Finds the API process that reports.
+    """
+
+    def __init__(self, find_reporter: Find) -> None:
+        self._find_reporter = find_reporter
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Pass on an answered batch."""
+        self._send(event)
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Pass on the end of a request."""
+        self._send(event)
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Pass on a change of a worker."""
+        self._send(event)
+
+    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused) -> None:
+        reporter = self._find_reporter()
+        if reporter is not None:
+            reporter.tell(Kind.EVENT, dumps(event))
+
+
 logger = logging.getLogger("fast_batcher")
+
+
+class Grant(NamedTuple):
+    """A range for an API process."""
+
+    # In bytes.
+    start: int
+    length: int
+    # Descriptors for the API process: the memory, and the writing end of the lifeline.
+    memory: int
+    lifeline: int
+
+
+class MemoryRanges:
+    """The free ranges, and the ranges that processes have.
+
+    A range is granted again only when its API process has left, no process has the range mapped any
+    more, and no worker has a view of it. An array of `allocate_input` that outlives its batcher
+    keeps its range, in a forked child too.
+
+    Args:
+        loop: The event loop.
+        size: Bytes of one range; a whole number of pages.
+        name: The batcher's name, for logs.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, size: int, name: str) -> None:
+        self._loop = loop
+        self._size = size
+        self._name = name
+        self._free = [*range(MAX_RANGES)]
+        # Range of each API process, by the id of its tenant.
+        self._granted: dict[int, int] = {}
+        # Ranges that a process may have mapped: the reading end of the lifeline, by range.
+        self._lifelines: dict[int, int] = {}
+        # Tenants that are gone.
+        self._leaving: list[Tenant] = []
+        self._has_warned = False
+
+    def grant(self, tenant: Tenant, slabs: Slabs) -> Grant | None:
+        """Grant an API process a range; None if none is free, or no descriptor."""
+        if not self._free:
+            self._warn()
+            return None
+        try:
+            memory = slabs.duplicate_fd()
+        except OSError:
+            return None
+        try:
+            lifeline, end = os.pipe()
+        except OSError:
+            os.close(memory)
+            return None
+        number = self._granted[tenant.id] = self._free.pop(0)
+        self._lifelines[number] = lifeline
+        Context().run(self._loop.add_reader, lifeline, self._unmapped, number)
+        return Grant(number * self._size, self._size, memory, end)
+
+    def leave(self, tenant: Tenant) -> None:
+        """Note that an API process is gone."""
+        self._leaving.append(tenant)
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Free the ranges of API processes that are gone, once nobody uses them any more."""
+        for tenant in [*self._leaving]:
+            tenant.report_freed()
+            number = self._granted.get(tenant.id)
+            if tenant.has_rows or number in self._lifelines:
+                continue
+            self._leaving.remove(tenant)
+            if number is not None:
+                self._free.append(self._granted.pop(tenant.id))
+
+    def _unmapped(self, number: int) -> None:
+        """Handle the end of a lifeline."""
+        lifeline = self._lifelines.pop(number)
+        self._loop.remove_reader(lifeline)
+        os.close(lifeline)
+        self.reuse()
+
+    def _warn(self) -> None:
+        kept = len(self._leaving)
+        if kept and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: large inputs of a server process go through its socket, which is slower: %d "
+                "of %d ranges of the shared memory are kept by arrays of allocate_input() whose "
+                "batchers are closed; drop these arrays",
+                *(self._name, kept, MAX_RANGES),
+            )
+
+
+class ReportingSession(LocalSession):
+    """A session that reports each change of its workers, and rejects calls while it is broken.
+
+    Args:
+        on_change: Called after each change.
+        model_spec: The model that the workers load.
+        settings: The batcher's settings.
+        status: The batcher's state.
+        ledger: Settles and counts the requests.
+        access: Access to inputs and outputs.
+        named_paths: Texts and paths in the model's arguments, which may name files.
+    """
+
+    def __init__(
+        self,
+        on_change: Callable[[], None],
+        model_spec: ModelSpec,
+        settings: Settings,
+        status: Status,
+        ledger: Ledger,
+        access: ValueAccess,
+        named_paths: list[str],
+    ) -> None:
+        super().__init__(model_spec, settings, status, ledger, access)
+        self._on_change = on_change
+        self._named_paths = named_paths
+        # States of the files that the first worker has loaded.
+        self._loaded: dict[str, FileState] = {}
+        self.accept = self._accept
+
+    def _accept(self, request: Request) -> None:
+        """Add a request to the queue, unless its process has not heard yet that this is broken."""
+        error = self._status.broken_error()
+        if error is None:
+            self.pump.accept(request)
+        else:
+            settle(request)
+            set_exception(request, error)
+
+    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
+        """Give a ready worker batches."""
+        super().worker_ready(worker, times)
+        named = {path: read_state(path) for path in self._named_paths}
+        for path, state in {**worker.module_files, **named}.items():
+            if state is not None:
+                # A later worker may have loaded a file that has changed.
+                self._loaded.setdefault(path, state)
+        self._on_change()
+
+    def find_changed_file(self) -> str | None:
+        """Return a file or folder that has changed since a worker loaded it, None without any."""
+        changed = (path for path, state in self._loaded.items() if read_state(path) != state)
+        return next(changed, None)
+
+    def worker_lost(self, worker: int, exit: Exit) -> None:
+        """Retry the requests of a dead worker, or fail them."""
+        super().worker_lost(worker, exit)
+        self._on_change()
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        """Break while opening."""
+        super().worker_failed_to_start(worker, error)
+        self._on_change()
+
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        """Break."""
+        super().workers_given_up(reason, seconds)
+        self._on_change()
+
 
 # Seconds for which a connection is kept that sends no HELLO, which clients send at once. It is no
 # API process yet: the host does not live for it.

@@ -6,7 +6,7 @@
                         BatchSender ==> worker ==> Answers --settle--> callers
 
 `Session` is what a batcher needs of an opening. `LocalSession` schedules the requests in this
-process, the API process or the host, and owns the workers; `RemoteSession` (`_host/session.py`)
+process, the API process or the host, and owns the workers; `RemoteSession` (`_host/client.py`)
 passes them to the host process of a shared batcher.
 
 One run of the pump applies the events, polls the scheduler, carries out the actions and sets the

@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, Self, Unpack, overload
 
 from fast_batcher._local.decorated import Decorated, decorate, mark_async
-from fast_batcher._local.settings import AioOptions
+from fast_batcher._local.function import AioOptions
 from fast_batcher.dynamic import InT, ListFunction, OutT
 
 

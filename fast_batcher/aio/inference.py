@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol, Unpack, overload
 
 from fast_batcher._local.decorated import decorate, mark_async
-from fast_batcher._local.settings import AioInferenceOptions
+from fast_batcher._local.function import AioInferenceOptions
 from fast_batcher.aio.dynamic import AsyncBatchedFunction
 from fast_batcher.dynamic import OutT
 from fast_batcher.inference import ReturnsList

@@ -53,7 +53,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher._host.session import RemoteSession
+from fast_batcher._host.client import RemoteSession
 from fast_batcher.caching import LRUCache
 from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
 

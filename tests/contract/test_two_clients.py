@@ -23,8 +23,8 @@ from shared_client import client, decode, make
 from waits import LIMIT, ONE_LOOP, Gate, Watch, call, outcome, turns
 
 from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher._host.client import RemoteSession
 from fast_batcher._host.protocol import MAX_RANGES
-from fast_batcher._host.session import RemoteSession
 from fast_batcher.observing import Observer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -34,10 +34,10 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
+from fast_batcher._host.client import RemoteSession
 from fast_batcher._host.directory import open_directory
 from fast_batcher._host.launch import launch_host
 from fast_batcher._host.rendezvous import connect
-from fast_batcher._host.session import RemoteSession
 
 __all__ = ["hosts", "program"]
 

@@ -20,14 +20,14 @@ from paths import PYTHONPATH, ROOT
 from programs import run_command
 
 from fast_batcher._file_state import MOST_FILES, read_state
-from fast_batcher._host.digests import digest
-from fast_batcher._host.hello import MOST_PATHS, find_key, list_paths
 from fast_batcher._host.identity import (
     PER_PROCESS_VARIABLES,
+    digest,
     list_differences,
     make_key,
     read_start_time,
 )
+from fast_batcher._host.link import MOST_PATHS, find_key, list_paths
 from fast_batcher.model import check_model
 from fast_batcher.settings import Settings
 
@@ -246,7 +246,7 @@ def make_arguments() -> dict[str, Any]:
 
 TELL_DIGESTS = (
     "import json, test_identity as own\n"
-    "from fast_batcher._host.digests import digest\n"
+    "from fast_batcher._host.identity import digest\n"
     "print(json.dumps({name: digest(one) for name, one in own.make_arguments().items()}))"
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._host.process_identity import identify_process, kill_process
+from fast_batcher._host.identity import identify_process, kill_process
 
 pytestmark = pytest.mark.slow
 

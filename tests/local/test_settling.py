@@ -12,7 +12,7 @@ from waits import outcome, until
 
 from fast_batcher import dynamically
 from fast_batcher._core.values import Limits, Request
-from fast_batcher._local.callers import deliver
+from fast_batcher._local.engine import deliver
 from fast_batcher.errors import BatcherError, InferenceError
 from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer, RequestEnded
 

@@ -320,7 +320,7 @@ def test_the_package_and_the_batcher_load_python_and_themselves_alone(
 @pytest.mark.parametrize("module", ["dynamic", "inference", "aio", "aio.inference"])
 def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) -> None:
     loaded = modules_after(f"import fast_batcher.{module}")
-    assert f"{PACKAGE}._local.batcher" in loaded
+    assert f"{PACKAGE}._local.decorated" in loaded
     assert top_levels(loaded) <= PYTHON_AND_OURS
     assert not loaded & {f"{PACKAGE}.batcher", f"{PACKAGE}._parent", f"{PACKAGE}._worker"}
     assert not top_levels(loaded) & {*HEAVY, "multiprocessing"}

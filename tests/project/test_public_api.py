@@ -25,7 +25,7 @@ from fast_batcher import (
     inference,
     types,
 )
-from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher._local.function import DecoratorSettings
 from fast_batcher.errors import BatcherError
 from fast_batcher.settings import BatcherOptions, Settings
 

@@ -18,7 +18,7 @@ NAMES_DEFINED_TWICE = {
 PROCESS_WIDE = {
     "_process.py": "what a forked child has to close",
     "_parent/ending.py": "pools that a program has forgotten to end",
-    "_local/workers.py": "threads that compute when the program ends",
+    "_local/engine.py": "threads that compute when the program ends",
     "_worker/main.py": "signals of processes that the model forks",
 }
 

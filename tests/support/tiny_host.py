@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from fast_batcher._host.identity import HostKey, make_key
-from fast_batcher._host.inherited import Inherited
 from fast_batcher._host.launch import HostProcess, launch_host
+from fast_batcher._host.main import Inherited
 from fast_batcher._host.rendezvous import check_peer, connect, retire
 
 # What a host writes before its first welcome, and after it.
