@@ -9,9 +9,9 @@ from math import inf
 from typing import Final
 
 # Seconds after which a process that has not acknowledged a state does not read. States are sent
-# each second, so that a stopped process is replaced within three seconds; a shorter limit would
-# replace processes whose event loop is only busy.
-ACKNOWLEDGE_LIMIT: Final = 1.5
+# each second, so that a stopped process is replaced within four seconds, before Prometheus has
+# scraped it often; a shorter limit would replace processes whose event loop is only busy.
+ACKNOWLEDGE_LIMIT: Final = 2.5
 
 
 class Reporting:

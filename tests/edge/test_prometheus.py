@@ -32,7 +32,7 @@ from server_load import GUNICORN, URL
 from servers import Server, find_free_port, serve
 from shared_hosts import Hosts, hosts
 from starlette.testclient import TestClient
-from waits import LIMIT, Gate, both_loops, call, one_loop, outcome, until
+from waits import LIMIT, Gate, both_loops, call, measured, one_loop, outcome, until
 
 from fast_batcher import DynBatcher
 from fast_batcher.caching import LRUCache
@@ -295,14 +295,14 @@ async def answer_one(batcher: DynBatcher[Any, Any]) -> None:
 
 
 class Prometheus:
-    """A Prometheus that scrapes a server each second, and has our rules."""
+    """A Prometheus that scrapes servers each second, and has our rules."""
 
-    def __init__(self, folder: Path, target: str) -> None:
+    def __init__(self, folder: Path, targets: list[str]) -> None:
         self._url = f"http://127.0.0.1:{find_free_port()}"
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(ALERTS)],
-            "scrape_configs": [{"job_name": "app", "static_configs": [{"targets": [target]}]}],
+            "scrape_configs": [{"job_name": "app", "static_configs": [{"targets": targets}]}],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         self._log = (folder / "prometheus.log").open("w")
@@ -341,11 +341,11 @@ class Prometheus:
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
+def watch(tmp_path: Path) -> Iterator[Callable[..., Prometheus]]:
     started: list[Prometheus] = []
 
-    def start(url: str) -> Prometheus:
-        started.append(Prometheus(tmp_path, url.removeprefix("http://")))
+    def start(*urls: str) -> Prometheus:
+        started.append(Prometheus(tmp_path, [url.removeprefix("http://") for url in urls]))
         return started[-1]
 
     yield start
@@ -399,7 +399,7 @@ def two_servers(serve: Callable[..., Server], metrics_folder: Path) -> Iterator[
 
 @has_prometheus
 def test_a_real_prometheus_sees_each_request_of_two_servers_once(
-    two_servers: Server, metrics_folder: Path, watch: Callable[[str], Prometheus]
+    two_servers: Server, metrics_folder: Path, watch: Callable[..., Prometheus]
 ) -> None:
     url = two_servers.url()
     pids = {two_servers.wait_for(r"Started server process \[(\d+)\]")[1] for _ in "12"}
@@ -432,3 +432,93 @@ def test_a_real_prometheus_sees_each_request_of_two_servers_once(
     MultiProcessCollector(registry, str(metrics_folder))  # type: ignore[no-untyped-call]
     read = Readings(registry, "Fragile")
     assert [read(name) for name in ("queue_size", "in_flight", "workers_ready")] == [0, 0, 0]
+
+
+# --- two servers of one host and a real Prometheus ------------------------------------------------
+
+READY = "sum(fast_batcher_workers_ready)"
+# What every process has ever counted, also a process that is dead. A stopped or dead process is
+# scraped no more, and its series end.
+RESTARTS = "sum(max_over_time(fast_batcher_worker_restarts_total[1h]))"
+
+
+class SharedServers:
+    """Servers of `apps.shared_metrics` with ports of their own, which share a host."""
+
+    def __init__(self, serve: Callable[..., Server]) -> None:
+        self._serve = serve
+        self.ports = [find_free_port() for _ in "123"]
+        self._servers: dict[int, Server] = {}
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.ports]
+
+    def start(self, port: int) -> None:
+        server = self._serve("apps.shared_metrics:app", "--port", str(port))
+        server.url()
+        self._servers[port] = server
+
+    def signal(self, port: int, number: signal.Signals) -> None:
+        self._servers[port].process.send_signal(number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            # Not for the end of its output, which the host has, too.
+            self._servers.pop(port).process.wait(LIMIT)
+
+    def find_processes(self) -> tuple[int, int]:
+        """The host and its worker, as a server sees them that answers."""
+        found = httpx2.get(f"http://127.0.0.1:{[*self._servers][-1]}/processes", timeout=LIMIT)
+        host, worker = found.json()
+        return host, worker
+
+    def close(self) -> None:
+        for port in [*self._servers]:
+            self.signal(port, signal.SIGTERM)
+
+
+@pytest.fixture
+def shared_servers(hosts: Hosts, serve: Callable[..., Server]) -> Iterator[SharedServers]:
+    servers = SharedServers(serve)
+    yield servers
+    servers.close()
+
+
+@has_prometheus
+def test_a_real_prometheus_sees_the_workers_of_a_shared_host_once(
+    shared_servers: SharedServers, watch: Callable[..., Prometheus]
+) -> None:
+    """Whatever becomes of the process that reports, and of the host."""
+    servers, (first, second, third) = shared_servers, shared_servers.ports
+    servers.start(first)
+    servers.start(second)
+    prometheus = watch(*servers.urls)
+    restarts = 0
+
+    def check(reporter: int) -> None:
+        """Wait until this server alone shows the worker; then a restart is counted once."""
+        nonlocal restarts
+        own = f'fast_batcher_workers_ready{{instance="127.0.0.1:{reporter}"}}'
+        with measured(5.0, "a change of the reporting process, in Prometheus"):
+            prometheus.wait_for(own, 1)
+            prometheus.wait_for(READY, 1)
+        os.kill(servers.find_processes()[1], signal.SIGKILL)
+        restarts += 1
+        prometheus.wait_for(RESTARTS, restarts)
+        prometheus.wait_for(READY, 1)
+
+    prometheus.wait_for(READY, 1)
+    check(first)
+    servers.signal(first, signal.SIGSTOP)
+    check(second)
+    servers.signal(first, signal.SIGCONT)
+    check(second)
+    servers.signal(second, signal.SIGKILL)
+    check(first)
+    servers.start(third)
+    check(first)
+    servers.signal(first, signal.SIGTERM)
+    check(third)
+    host = servers.find_processes()[0]
+    os.kill(host, signal.SIGKILL)
+    check(third)
+    assert servers.find_processes()[0] != host

@@ -10,11 +10,14 @@ from typing import Any
 import httpx2
 import pytest
 from servers import Server, serve
+from shared_hosts import Hosts, hosts
 from waits import LIMIT, measured
 
-__all__ = ["serve"]
+__all__ = ["hosts", "serve"]
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright's package is needed")
+# A folder for screenshots to look at.
+SCREENSHOTS = os.environ.get("SCREENSHOTS", "")
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.slow,
@@ -92,6 +95,40 @@ def test_figures_change_under_load_and_a_killed_worker_is_seen_in_time(
 
     assert all(one.startswith(url) for one in page.requests), page.requests
     assert page.complaints == []
+
+
+@pytest.mark.parametrize("width", [1280, 375])
+def test_a_follower_shows_an_incident_and_what_it_does_not_know(
+    hosts: Hosts, serve: Callable[..., Server], browser: Any, width: int
+) -> None:
+    folder = Path(__file__).parent
+    servers, urls = list[Server](), list[str]()
+    for _ in "12":  # one after the other, so that the first one reports
+        servers.append(serve("shared_status_app:app", folder=folder))
+        urls.append(servers[-1].url())
+    page = Page(browser, urls[1], viewport={"width": width, "height": 900})
+    page.wait_for(".verdict", "All is well")
+    for value in ["fine"] * 20 + ["raise"] * 10 + ["die"]:
+        httpx2.post(f"{urls[0]}/call/{value}", timeout=LIMIT)
+    page.wait_for(".verdict .critical", "11 requests failed within a minute")
+    page.wait_for(".verdict .warning", "lost once in five minutes; which and why is not known here")
+    page.wait_for("#batcher-0", "Another server process reports")
+    page.wait_for("#batcher-0 table", "not known here")
+    assert page.view.title().startswith("(2) Critical")
+    for _ in "123":
+        httpx2.post(f"{urls[1]}/call/raise", timeout=LIMIT)
+    page.wait_for("tr:has-text('ValueError')", "3")
+    assert page.measure("document.documentElement.scrollWidth") == width
+    assert page.complaints == []
+    if SCREENSHOTS:
+        image = page.view.screenshot(full_page=True)
+        Path(SCREENSHOTS, f"follower_{width}.png").write_bytes(image)
+    page.view.close()
+    # The host, which has the output of the first, ends with the last.
+    for one in servers:
+        one.process.terminate()
+    for one in servers:
+        one.process.wait(LIMIT)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -21,18 +21,21 @@ from models.crashing import Crashes
 from models.loading import RaisesOnLoad
 from models.ordinary import Gated
 from servers import Server, serve
+from shared_hosts import Hosts, hosts
+from starlette.requests import HTTPConnection
 from starlette.testclient import TestClient
 from waits import LIMIT, Gate, call, one_loop, outcome, until
 
 from fast_batcher import DynBatcher
-from fast_batcher.errors import ConfigurationError
+from fast_batcher.errors import ConfigurationError, QueueFullError
 from fast_batcher.fastapi import status_router
+from fast_batcher.fastapi.recent_errors import RecentErrors
 from fast_batcher.fastapi.status.recorder import Recorder, quantiles
 from fast_batcher.fastapi.status.report import Report
 from fast_batcher.fastapi.status.streams import MOST_EVENTS, SIGNALS, Streams
 from fast_batcher.observing import AnsweredRequest, BatchAnswered
 
-__all__ = ["serve"]
+__all__ = ["hosts", "serve"]
 
 PATHS = ("/inside/batchers", "/inside/batchers.json", "/inside/batchers/events")
 
@@ -145,6 +148,69 @@ async def test_a_lost_worker_is_told_with_its_end_and_a_recycled_one_is_no_probl
         (worker,) = read_one(reports[1])["workers"]
         assert (worker["state"], worker["exit_text"]) == ("ready", "recycled")
         assert problems_of(reports[1]) == []
+
+
+@pytest.mark.anyio
+@one_loop
+@pytest.mark.slow
+async def test_a_follower_tells_what_the_shared_counts_tell(hosts: Hosts) -> None:
+    """The first client of the host gets the events; the page of the second has the counts."""
+    options: Any = {"shared": "test", "idempotent": False, "restart_backoff": 0.01}
+    reporter, follower = (DynBatcher(Crashes, **options) for _ in "12")
+    reports = [Report((one,)) for one in (reporter, follower)]
+    async with reporter, follower:
+        await until(lambda: read_one(reports[0])["is_reporter"])
+        assert problems_of(reports[1]) == []
+        assert len(await reporter.process_many(["fine"] * 50)) == 50
+        await outcome(call(reporter, "exit 3"))
+        await until(lambda: follower.stats.failed == 1 and follower.stats.restarts == 1)
+        assert problems_of(reports[1]) == [
+            ("warning", "A worker was lost, and replaced"),
+            ("warning", "1 request failed within a minute"),
+        ]
+        found = read_one(reports[1])
+        details = [one["detail"] for one in found["problems"]]
+        assert details == [
+            "lost once in five minutes; which and why is not known here",
+            "reason not known here 1",
+        ]
+        assert not found["is_reporter"]
+        assert found["requests_per_second"] > 0
+        assert (found["latency"]["total"]["p50"], found["workers"][0]["state"]) == (None, "unknown")
+        await reporter.aclose()
+        await until(lambda: read_one(reports[1])["is_reporter"])
+        assert len(await follower.process_many(["fine"] * 50)) == 50
+        await until(lambda: read_one(reports[1])["latency"]["total"]["p50"] is not None)
+        ends = {one["outcome"]: one["count"] for one in read_one(reports[1])["ends"]}
+    assert ends == {"completed": 100, "failed": 1}
+
+
+@pytest.mark.anyio
+@one_loop
+@pytest.mark.slow
+async def test_rejections_are_no_requests_per_second(gate: Gate) -> None:
+    batcher = DynBatcher(Gated, 1, model_args=(gate.path,), max_queue_size=1)
+    report = Report((batcher,))
+    async with batcher:
+        calls = [call(batcher, number) for number in range(9)]
+        await gate.visit()
+        await until(lambda: batcher.stats.rejected > 0)
+        found = read_one(report)
+        assert found["requests_per_second"] == 0
+        assert found["rejected_per_second"] > 0
+        assert sum(one or 0 for one in found["timeline"]["requests_per_second"]) == 0
+        gate.close()
+        for task in calls:
+            await outcome(task)
+
+
+def test_equal_errors_are_one_line_with_their_count() -> None:
+    errors, connection = RecentErrors(), HTTPConnection({"type": "http", "headers": []})
+    for number in range(20):
+        errors.note(QueueFullError("full"), connection, 503, "queue_full", f"id {number}")
+        errors.note(ValueError("words"), connection, 500, "inference_failed", f"own {number}")
+    found = [(one.kind, one.answers, one.error_id) for one in errors.newest_first()]
+    assert found == [("ValueError", 20, "own 19"), ("QueueFullError", 20, "id 19")]
 
 
 @pytest.mark.anyio

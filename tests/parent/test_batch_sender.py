@@ -28,7 +28,7 @@ class Wire:
     """A `BatchSender`, and the frames of its only worker; there is no shared memory."""
 
     id = WORKER
-    slabs = outbox = None
+    pid = slabs = outbox = None
     stages = 1
     pid = None
     module_files: ClassVar[dict[str, FileState]] = {}

@@ -93,9 +93,12 @@ def _of_workers(stats: BatcherStats, recorder: Recorder, now: float) -> Iterator
     lost = ""
     if losses:
         times = "once" if losses == 1 else f"{losses} times"
-        index, ago = recorder.seats.index(last), now - last.exited_at
-        lost = f"lost {times} in five minutes; last worker {index}, {ago:.0f} s ago: "
-        lost += last.exit_text
+        lost = f"lost {times} in five minutes; "
+        if last.exit_text:
+            index, ago = recorder.seats.index(last), now - last.exited_at
+            lost += f"last worker {index}, {ago:.0f} s ago: {last.exit_text}"
+        else:
+            lost += "which and why is not known here"
     missing = stats.num_workers - stats.workers_ready
     if stats.state != "open" or not missing:
         if losses and stats.state in ("open", "broken"):

@@ -4,15 +4,23 @@ Durations are counted in buckets that are 5 % wide, in slots of five seconds: wh
 a slot holds at most some hundred numbers.
 """
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, log
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fast_batcher._process import monotonic
 from fast_batcher.batcher import DynBatcher
-from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
+from fast_batcher.observing import (
+    BatchAnswered,
+    Observer,
+    Outcome,
+    ReporterChanged,
+    RequestEnded,
+    WorkerChanged,
+)
 from fast_batcher.stats import weighted_quantiles
 
 # Seconds of a slot, and slots that are kept: five minutes, and on the page a point each 5 pixels.
@@ -23,6 +31,10 @@ _RESOLUTION = 1 / log(1.05)
 # The shortest duration that is told from zero: a microsecond.
 _SHORTEST = 1e-6
 SHARES = (0.50, 0.95, 0.99)
+# The reason of ends that another server process is told of: the shared counts have none.
+UNKNOWN_REASON = "reason not known here"
+# Outcomes of requests that the model has computed.
+ANSWERS: tuple[Outcome, ...] = ("completed", "failed")
 
 Quantiles = list[float | None]
 # "retired" is a worker of a batcher that was closed.
@@ -57,6 +69,10 @@ class Slot:
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
     # Quantiles of `total`, kept once the slot is over.
     quantiles: Quantiles | None = None
+
+    def count_ends(self, *outcomes: Outcome) -> int:
+        """Return how many requests have ended with one of these outcomes."""
+        return sum(count for (outcome, _), count in self.ends.items() if outcome in outcomes)
 
     def add(self, other: "Slot") -> None:
         """Add the counts of another slot."""
@@ -99,10 +115,19 @@ class Recorder(Observer):
     Args:
         batcher: The batcher; its workers' ends while it closes are no losses.
         num_workers: Its workers.
+        recycles: Whether workers are replaced because they are due, which is no loss.
     """
 
-    def __init__(self, batcher: DynBatcher[Any, Any], num_workers: int) -> None:
+    def __init__(
+        self, batcher: DynBatcher[Any, Any], num_workers: int, *, recycles: bool = False
+    ) -> None:
         self._batcher = batcher
+        self._recycles = recycles
+        # Without the events, which another server process gets, the shared counts are followed:
+        # `_counted` has those of the last sample.
+        self._counted = batcher.stats
+        self._follows = not self._counted.is_reporter
+        self._timer: asyncio.TimerHandle | None = None
         self.slots: deque[Slot] = deque(maxlen=SLOTS)
         self._first = int(monotonic() // SLOT_SECONDS)
         self.seats = [Seat() for _ in range(num_workers)]
@@ -128,7 +153,48 @@ class Recorder(Observer):
 
     def request_ended(self, event: RequestEnded) -> None:
         """Count a request that had no answer."""
+        if self._follows:  # the shared counts have it, too
+            return
         self._slot(monotonic()).ends[event.outcome, event.reason] += 1
+
+    def reporter_changed(self, event: ReporterChanged) -> None:
+        """Follow the shared counts while another server process gets the events."""
+        self.sample()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._follows = not event.is_reporter
+        if self._follows:
+            self._counted = self._batcher.stats
+            # The events of their next changes go to another process.
+            self.seats = [Seat() for _ in self.seats]
+            self._sample_later()
+
+    def _sample_later(self) -> None:
+        if self._batcher.state not in ("draining", "closed"):  # `stop` may have no loop
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(SLOT_SECONDS, self._sample_each_slot)
+
+    def _sample_each_slot(self) -> None:
+        self._sample_later()
+        self.sample()
+
+    def sample(self) -> None:
+        """Count what all server processes have counted since the last sample, as a follower."""
+        if not self._follows:
+            return
+        before, stats, now = self._counted, self._batcher.stats, monotonic()
+        self._counted = stats
+        if stats.submitted < before.submitted or stats.batches < before.batches:
+            return  # of a new host, which has begun to count
+        slot = self._slot(now)
+        for outcome in get_args(Outcome):
+            count = max(0, getattr(stats, outcome) - getattr(before, outcome))
+            slot.ends[outcome, "" if outcome == "completed" else UNKNOWN_REASON] += count
+        slot.ends = +slot.ends
+        slot.sizes += Counter(stats.batch_sizes) - Counter(before.batch_sizes)
+        slot.releases += Counter(stats.releases) - Counter(before.releases)
+        if not self._recycles:
+            self.losses.extend([now] * (stats.restarts - before.restarts))
 
     def worker_changed(self, event: WorkerChanged) -> None:
         """Note which process a worker has, and how the one before it ended."""
@@ -164,7 +230,7 @@ class Recorder(Observer):
         return sum(at >= moment for at in self.losses)
 
     def rates(self, now: float) -> list[float | None]:
-        """Return the ended requests per second of each slot, oldest first; the last goes on.
+        """Return the answers per second of each slot, oldest first; the last goes on.
 
         None for the slots before the first one.
         """
@@ -173,12 +239,12 @@ class Recorder(Observer):
         rates: list[float | None] = [0.0 if back <= age else None for back in range(SLOTS)][::-1]
         for slot in self.slots:
             if (back := current - slot.number) < SLOTS:
-                rates[SLOTS - 1 - back] = slot.ends.total() / SLOT_SECONDS
+                rates[SLOTS - 1 - back] = slot.count_ends(*ANSWERS) / SLOT_SECONDS
         return rates
 
-    def rate(self, now: float) -> float:
-        """Return the ended requests per second of the last five to ten seconds."""
-        return self.read(now, 2).ends.total() / (SLOT_SECONDS + now % SLOT_SECONDS)
+    def rate(self, now: float, *outcomes: Outcome) -> float:
+        """Return the ends with these outcomes per second of the last five to ten seconds."""
+        return self.read(now, 2).count_ends(*outcomes) / (SLOT_SECONDS + now % SLOT_SECONDS)
 
     def quantiles_of_total(self, now: float) -> list[Quantiles]:
         """Return the quantiles of the requests' times of each slot, oldest first."""

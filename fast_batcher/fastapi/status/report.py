@@ -13,6 +13,7 @@ from fast_batcher.batcher import DynBatcher
 from fast_batcher.fastapi.recent_errors import recent_errors
 from fast_batcher.fastapi.status.problems import find_problems
 from fast_batcher.fastapi.status.recorder import (
+    ANSWERS,
     SHARES,
     SLOT_SECONDS,
     SLOTS,
@@ -46,7 +47,9 @@ class BatcherReport:
 
     def __init__(self, batcher: DynBatcher[Any, Any]) -> None:
         self._batcher = batcher
-        self._recorder = Recorder(batcher, batcher.stats.num_workers)
+        settings = batcher._settings  # noqa: SLF001  the page shows the limits
+        recycles = settings.max_batches_per_worker is not None or settings.max_rss_bytes is not None
+        self._recorder = Recorder(batcher, batcher.stats.num_workers, recycles=recycles)
         self._explanation = Explanation()
         self._explained_at = float("-inf")
         batcher.add_observer(self._recorder)
@@ -54,12 +57,15 @@ class BatcherReport:
     def read(self, now: float) -> dict[str, Any]:
         """Return the present figures."""
         stats, recorder, batcher = self._batcher.stats, self._recorder, self._batcher
-        settings = batcher._settings  # noqa: SLF001  the page shows the limits
+        recorder.sample()
+        settings = batcher._settings  # noqa: SLF001
         problems = find_problems(batcher, stats, recorder, settings.queue_limit, now)
         return {
             "name": batcher.name,
             "state": stats.state,
             "is_ready": batcher.is_ready,
+            # False: another server process has the events, and this one the shared counts alone.
+            "is_reporter": stats.is_reporter,
             "problems": [one._asdict() for one in problems],
             "workers_ready": stats.workers_ready,
             "num_workers": stats.num_workers,
@@ -81,7 +87,8 @@ class BatcherReport:
         recorder = self._recorder
         recent = recorder.read(now)
         return {
-            "requests_per_second": recorder.rate(now),
+            "requests_per_second": recorder.rate(now, *ANSWERS),
+            "rejected_per_second": recorder.rate(now, "rejected"),
             "latency": {
                 "queue_wait": _named(quantiles(recent.queue_wait)),
                 "infer": _named(quantiles(recent.infer)),
@@ -152,6 +159,7 @@ class Report:
                     "code": one.code,
                     "type": one.kind,
                     "route": one.route,
+                    "count": one.answers,
                     "error_id": one.error_id,
                 }
                 for one in recent_errors.newest_first()[:SHOWN_ERRORS]

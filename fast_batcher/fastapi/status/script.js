@@ -48,6 +48,8 @@ function updateChildren(parent, wanted) {
 // --- Figures as text ---
 
 const NONE = "–";
+// Another server process has the events of a shared batcher.
+const UNKNOWN = "not known here";
 const rounded = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
 const whole = (value) => Math.round(value).toLocaleString("en");
 
@@ -142,7 +144,7 @@ function verdict(batchers) {
   let text = "All is well: every batcher is ready";
   if (critical) text = `${plural(critical, "critical problem")}`;
   if (all.length > critical) text = (critical ? `${text}, ` : "") + plural(all.length - critical, "warning");
-  document.title = all.length ? `(${all.length}) ${critical ? "Broken" : "Warning"} – Batchers` : "Batchers";
+  document.title = all.length ? `(${all.length}) ${critical ? "Critical" : "Warning"} – Batchers` : "Batchers";
   return h(`div.verdict${all.length ? `.${worst(all)}` : ""}`, null,
     h("h2", { "aria-live": "polite" }, text),
     all.length ? h("ul.problems", null, all.map((one) => h(`li.${one.level}`, null,
@@ -181,14 +183,20 @@ function figures(one) {
   const batches = sizes.reduce((sum, [, count]) => sum + count, 0);
   const mean = batches ? sizes.reduce((sum, [size, count]) => sum + size * count, 0) / batches : null;
   return h("dl.figures", null,
-    figure("Requests/s", rounded(one.requests_per_second)),
+    figure("Requests/s", rounded(one.requests_per_second), one.rejected_per_second ? `${rounded(one.rejected_per_second)}/s rejected` : "", one.rejected_per_second ? "warning" : ""),
     figure("Workers ready", whole(one.workers_ready), `of ${one.num_workers}`, missing ? (one.workers_ready ? "warning" : "critical") : ""),
     figure("Waiting", whole(one.waiting), `of ${whole(one.max_queue_size)}`, fill >= 1 ? "critical" : fill >= 0.8 ? "warning" : ""),
     figure("In flight", whole(one.running)),
-    figure("Latency p50", duration(one.latency.total.p50)),
-    figure("Latency p99", duration(one.latency.total.p99)),
+    figure("Latency p50", ...latencyOf(one, "p50")),
+    figure("Latency p99", ...latencyOf(one, "p99")),
     figure("Batch size", mean === null ? NONE : rounded(mean), `of ${one.max_batch_size}`),
     figure("Load", percent(one.explanation.load)));
+}
+
+// A latency, and the text below it.
+function latencyOf(one, share) {
+  const value = one.latency.total[share];
+  return value === null && !one.is_reporter ? [NONE, UNKNOWN] : [duration(value), ""];
 }
 
 const AGES = ["5 min ago", "now"];
@@ -201,7 +209,7 @@ function latency(one) {
   const row = (name, values) => [name, duration(values.p50), duration(values.p95), duration(values.p99)];
   return h("div.card.half", null,
     h("h3", null, "Latency"),
-    isEmpty ? h("p.empty", null, "No request was answered.") : plot(`Latency over five minutes; p99 now ${duration(one.latency.total.p99)}`, top, (value) => duration(value, 1), AGES,
+    isEmpty ? h("p.empty", null, one.is_reporter ? "No request was answered." : `Latencies are ${UNKNOWN}.`) : plot(`Latency over five minutes; p99 now ${duration(one.latency.total.p99)}`, top, (value) => duration(value, 1), AGES,
       ["p99", "p95", "p50"].map((share) => h(`path.${share}`, { d: trace(line(share), top) }))),
     isEmpty ? null : h("p.key", null, key("p50", "p50"), key("p95", "p95"), key("p99", "p99"), "from arrival to answer"),
     table([["", ""], ["p50", "n"], ["p95", "n"], ["p99", "n"]], [
@@ -219,8 +227,8 @@ function traffic(one) {
   const top = ceiling(Math.max(...rates));
   const ended = one.ends.reduce((sum, end) => sum + end.count, 0);
   return h("div.card.half", null,
-    h("h3", null, "Requests per second"),
-    plot(`Requests per second over five minutes; now ${rounded(one.requests_per_second)}`, top, rounded, AGES,
+    h("h3", null, "Answered requests per second"),
+    plot(`Answered requests per second over five minutes; now ${rounded(one.requests_per_second)}`, top, rounded, AGES,
       h("path.area", { d: first < 0 ? "" : `M${edge} 100${trace(rates, top).replace("M", "L")}L100 100Z` }), h("path", { d: trace(rates, top) })),
     h("h3.next", null, "How they ended"),
     one.ends.length ? table([["Outcome", ""], ["Requests", "n"], ["Share", "n"]], one.ends.map((end) => [
@@ -270,14 +278,16 @@ function learned(one) {
       : h("p.empty", null, "Nothing was learned yet."));
 }
 
-const WORKER_STATES = { unknown: "not started", loading: "loading", ready: "ready", lost: "lost", retired: "closed" };
+const WORKER_STATES = { loading: "loading", ready: "ready", lost: "lost", retired: "closed" };
 
 function workers(one) {
   const columns = [["Worker", ""], ["State", ""], ["For", "n"], ["Process", "n"], ["Batches", "n"], ["Memory", "n"], ["Replaced", "n"], ["Last end", "long"]];
   return h("div.card.wide", null, h("h3", null, "Workers"), table(columns, one.workers.map((worker) => [
     `${worker.index}`,
-    h(worker.state === "lost" ? "span.critical-text" : worker.state === "loading" ? "span.warning-text" : "span", null, WORKER_STATES[worker.state]),
-    age(worker.age), worker.pid === null ? NONE : `${worker.pid}`, whole(worker.batches), bytes(worker.memory_bytes), whole(worker.exits),
+    h(worker.state === "lost" ? "span.critical-text" : worker.state === "loading" ? "span.warning-text" : "span", null,
+      WORKER_STATES[worker.state] || (["new", "opening"].includes(one.state) ? "not started" : UNKNOWN)),
+    age(worker.age), worker.pid === null ? NONE : `${worker.pid}`, ...[worker.batches, bytes(worker.memory_bytes), worker.exits].map((value) =>
+      worker.state === "unknown" ? NONE : typeof value === "number" ? whole(value) : value),
     worker.exit_text ? `${worker.exit_text}, ${age(worker.exit_age)} ago` : NONE,
   ])));
 }
@@ -288,6 +298,7 @@ function batcher(one, index) {
     h("div.title", null, h("h2", { id: `${anchor(index)}-name` }, one.name),
       h(level ? `span.badge.${level}` : "span.badge", null, level ? `${stateOf(one)}, ${problemsOf(one)}` : stateOf(one)),
       h("span.soft", null, `${whole(one.totals.completed)} answered, ${whole(one.totals.failed + one.totals.expired + one.totals.rejected)} not, since the start`)),
+    one.is_reporter ? null : h("p.soft", null, "Another server process reports for this batcher: the counts here are those of all server processes, and further figures are not known here."),
     figures(one),
     h("p.explanation", null, one.explanation.text),
     h("div.grid", null, traffic(one), latency(one), sizes(one), releases(one), learned(one), workers(one)));
@@ -295,11 +306,11 @@ function batcher(one, index) {
 
 function errors(data) {
   const counts = Object.entries(data.error_counts).map(([code, count]) => `${code} ${whole(count)}`).join(", ");
-  const columns = [["Status", ""], ["Code", ""], ["Type", ""], ["Route", "long"], ["Ago", "n"], ["Error id", "long"]];
+  const columns = [["Status", ""], ["Code", ""], ["Type", ""], ["Route", "long"], ["Answers", "n"], ["Last", "n"], ["Last error id", "long"]];
   return h("section.batcher", { "aria-labelledby": "errors" },
     h("div.title", null, h("h2", { id: "errors" }, "Error answers"), h("span.soft", null, counts ? `since the start: ${counts}` : "")),
     h("div.card", null, data.errors.length ? table(columns, data.errors.map((one) => [
-      `${one.status}`, one.code, one.type, h("code", null, one.route), age(one.age), h("code", null, one.error_id)]))
+      `${one.status}`, one.code, one.type, h("code", null, one.route), whole(one.count), age(one.age), h("code", null, one.error_id)]))
       : h("p.empty", null, "None. The latest answers of the exception handlers appear here, with the ids that lead to the log.")));
 }
 
