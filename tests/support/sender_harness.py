@@ -34,7 +34,6 @@ SMALL, LARGE = 300_000, MOST_AT_ONCE + 1
 class Worker:
     """A worker that reads frames when it is told to, and what a `BatchSender` needs of it."""
 
-    pid = None
     outbox = None
     stages = 1
     pid = None
