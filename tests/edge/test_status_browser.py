@@ -97,15 +97,26 @@ def test_figures_change_under_load_and_a_killed_worker_is_seen_in_time(
     assert page.complaints == []
 
 
+@pytest.fixture
+def shared_servers(hosts: Hosts, serve: Callable[..., Server]) -> Iterator[list[str]]:
+    """Two servers of one host, the first of which reports."""
+    servers, urls = list[Server](), list[str]()
+    for _ in "12":  # one after the other
+        servers.append(serve("shared_status_app:app", folder=Path(__file__).parent))
+        urls.append(servers[-1].url())
+    yield urls
+    # The host, which has the output of the first, ends with the last.
+    for one in servers:
+        one.process.terminate()
+    for one in servers:
+        one.process.wait(LIMIT)
+
+
 @pytest.mark.parametrize("width", [1280, 375])
 def test_a_follower_shows_an_incident_and_what_it_does_not_know(
-    hosts: Hosts, serve: Callable[..., Server], browser: Any, width: int
+    shared_servers: list[str], browser: Any, width: int
 ) -> None:
-    folder = Path(__file__).parent
-    servers, urls = list[Server](), list[str]()
-    for _ in "12":  # one after the other, so that the first one reports
-        servers.append(serve("shared_status_app:app", folder=folder))
-        urls.append(servers[-1].url())
+    urls = shared_servers
     page = Page(browser, urls[1], viewport={"width": width, "height": 900})
     page.wait_for(".verdict", "All is well")
     for value in ["fine"] * 20 + ["raise"] * 10 + ["die"]:
@@ -124,11 +135,6 @@ def test_a_follower_shows_an_incident_and_what_it_does_not_know(
         image = page.view.screenshot(full_page=True)
         Path(SCREENSHOTS, f"follower_{width}.png").write_bytes(image)
     page.view.close()
-    # The host, which has the output of the first, ends with the last.
-    for one in servers:
-        one.process.terminate()
-    for one in servers:
-        one.process.wait(LIMIT)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
