@@ -20,8 +20,7 @@ from contextvars import Context
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from fast_batcher._core.host import Tenancy
-from fast_batcher._core.reporting import Reporting
+from fast_batcher._core.host import Reporting, Tenancy
 from fast_batcher._core.values import Group, Request, State, settle
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._host.identity import identify_process

@@ -23,7 +23,6 @@ except ModuleNotFoundError as error:
         "fast_batcher.fastapi needs FastAPI: pip install 'fast_batcher[fastapi]'", name="fastapi"
     ) from error
 
-from fast_batcher.fastapi.arrays import ArrayResponse
 from fast_batcher.fastapi.bodies import (
     BODY_TIMEOUT,
     MAX_BODY_BYTES,
@@ -32,17 +31,23 @@ from fast_batcher.fastapi.bodies import (
     read_array,
     read_body,
 )
-from fast_batcher.fastapi.dependencies import TIMEOUT_HEADER, dependency, request_timeout
 from fast_batcher.fastapi.disconnects import cancel_on_disconnect
+from fast_batcher.fastapi.edge import (
+    BROKEN_TIMEOUT,
+    TIMEOUT_HEADER,
+    ArrayResponse,
+    combine_lifespans,
+    dependency,
+    health_router,
+    request_timeout,
+)
 from fast_batcher.fastapi.errors import (
     ANSWERS,
     ErrorBody,
     error_responses,
     install_exception_handlers,
 )
-from fast_batcher.fastapi.health import BROKEN_TIMEOUT, health_router
 from fast_batcher.fastapi.json_endpoint import JsonEndpoint
-from fast_batcher.fastapi.lifespan import combine_lifespans
 from fast_batcher.fastapi.status import status_router
 
 __all__ = [

@@ -1,6 +1,6 @@
 """`Reporting`: which API process of a host reports."""
 
-from fast_batcher._core.reporting import ACKNOWLEDGE_LIMIT, Reporting
+from fast_batcher._core.host import ACKNOWLEDGE_LIMIT, Reporting
 
 LATE = 10.0 + ACKNOWLEDGE_LIMIT
 

@@ -29,10 +29,9 @@ from waits import LIMIT, Gate, call, one_loop, outcome, until
 from fast_batcher import DynBatcher
 from fast_batcher.errors import ConfigurationError, QueueFullError
 from fast_batcher.fastapi import status_router
-from fast_batcher.fastapi.recent_errors import RecentErrors
+from fast_batcher.fastapi.errors import RecentErrors
+from fast_batcher.fastapi.status.page import MOST_EVENTS, SIGNALS, Report, Streams
 from fast_batcher.fastapi.status.recorder import Recorder, quantiles
-from fast_batcher.fastapi.status.report import Report
-from fast_batcher.fastapi.status.streams import MOST_EVENTS, SIGNALS, Streams
 from fast_batcher.observing import AnsweredRequest, BatchAnswered
 
 __all__ = ["hosts", "serve"]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 PACKAGE = Path(__file__).parent.parent.parent / "fast_batcher"
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 # A reader has to open each of them.
-MOST_FILES = 23
+MOST_FILES = 17
 
 
 class Trace:
