@@ -335,5 +335,5 @@ async def test_the_last_stream_puts_the_signal_handlers_back() -> None:
 async def test_a_stream_ends_by_itself_where_no_signal_can_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fast_batcher.fastapi.status.streams.INTERVAL", 0.0)
+    monkeypatch.setattr("fast_batcher.fastapi.status.page.INTERVAL", 0.0)
     assert len([text async for text in Streams().run(lambda: "{}")]) == 1 + MOST_EVENTS

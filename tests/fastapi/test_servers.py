@@ -80,18 +80,18 @@ def test_lame_duck_answers_new_connections_after_sigterm(serve: Callable[..., Se
     end_quietly(server)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["uvicorn", "gunicorn", "hypercorn"])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        pytest.param(None, signal.SIGINT, id="uvicorn, Ctrl-C"),
+        pytest.param(None, signal.SIGTERM, id="uvicorn"),
+        pytest.param([*GUNICORN, "apps.loading:app"], signal.SIGTERM, id="gunicorn"),
+    ],
+)
 def test_signal_while_the_model_loads_ends_the_server(
-    serve: Callable[..., Server], gate: Gate, name: str, number: signal.Signals
+    serve: Callable[..., Server], gate: Gate, command: list[str] | None, number: signal.Signals
 ) -> None:
-    app = "apps.loading:app"
-    commands = {
-        "uvicorn": None,
-        "gunicorn": [*GUNICORN, app],
-        "hypercorn": ["hypercorn", "--bind", "127.0.0.1:0", app],
-    }
-    server = serve(app, command=commands[name], settings={"GATE": str(gate.port)})
+    server = serve("apps.loading:app", command=command, settings={"GATE": str(gate.port)})
     gate.wait_for_visitor()
     everyone = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(number)
