@@ -2,19 +2,15 @@
 
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
-import httpx2
 import psutil
 import pytest
-from paths import SUPPORT
 from server_load import GUNICORN, UNDER_WAY, URL, Load, load
 from servers import Server, find_free_port, serve
 from shared_hosts import Hosts, hosts
-from waits import LIMIT, measured
+from waits import measured
 
 __all__ = ["hosts", "load", "serve"]
 
@@ -150,35 +146,6 @@ def test_nothing_is_left_when_all_processes_of_a_server_are_killed(
         hosts.wait_until_nothing_lives()
     clients.stop()
     assert clients.wrong == []
-
-
-def test_a_changed_model_file_is_loaded_after_a_reload(
-    serve: Serve, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(SUPPORT / "apps" / "shared.py", tmp_path / "reloaded.py")
-    model = tmp_path / "changing.py"
-    monkeypatch.setenv("MODEL", "changing:Model")
-
-    def write(factor: int) -> None:
-        model.write_text(
-            "from models.sharing import Shared\n"
-            "class Model(Shared):\n"
-            "    def infer(self, inputs):\n"
-            f"        return [{factor} * number for number in inputs]\n"
-        )
-
-    write(3)
-    options = ["--reload", "--reload-dir", str(tmp_path)]
-    server = serve("reloaded:app", *options, folder=tmp_path)
-    url = server.wait_for(URL)[1]
-    for factor in (3, 40):
-        write(factor) if factor != 3 else None
-        server.wait_for("Application startup complete")
-        assert httpx2.get(f"{url}/double/5", timeout=LIMIT).json() == 5 * factor
-    server.process.send_signal(signal.SIGTERM)
-    server.wait_for_exit()
-    hosts.wait_until_nothing_lives()
-    assert len(hosts.hosts()) == 2, server.output
 
 
 @pytest.mark.parametrize(
