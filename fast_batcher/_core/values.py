@@ -266,7 +266,7 @@ class Release(StrEnum):
     WINDOW = "window"  # `max_delay` had passed under policy="fixed"
     DEADLINE = "deadline"  # waiting longer would have made its oldest request late
     DRAIN = "drain"  # the batcher accepts no more requests, so there is nothing to wait for
-    RETRY = "retry"  # its requests are tried again: see `retries`
+    RETRY = "retry"  # its requests are tried again: see `Retries`
 
 
 @dataclass(slots=True, eq=False)

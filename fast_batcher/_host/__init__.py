@@ -3,8 +3,8 @@
     server process                                               host process
     identity     the key: who shares a host
     rendezvous   finds the key's host, or starts it
-    launch       the process, its output and its end     ------>  inherited    the listener, stderr
-                                                                  main
+    launch       the process, its output and its end     ------>  main     the listener, stderr
+                                                                  server   API processes, workers
 
 The rendezvous takes place in a private directory (`directory`), under a lock. The starter of a host
 binds its socket, listens, and connects before the host exists; the host inherits the listener.

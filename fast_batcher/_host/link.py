@@ -497,11 +497,13 @@ class HostLink:
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._beat, context=Context())
         if silent and self._reached is not None:
             process = self._reached.welcome.process
+            is_killed = kill_process(process)
             logger.error(
-                "%s: the host process (pid %d) has not answered for %g seconds and is killed",
+                "%s: the host process (pid %d) has not answered for %g seconds and is %s",
                 *(self._name, process.pid, HEARTBEAT_INTERVAL),
+                "killed" if is_killed else "left: it cannot be killed from this PID namespace",
             )
-            if not kill_process(process):  # it may be in another container
+            if not is_killed:
                 self._hung_up(None)
         elif to_ping:
             self.send(Kind.PING)

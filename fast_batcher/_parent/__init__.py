@@ -2,10 +2,10 @@
 
     API process                                                   worker process
     event loop's thread                                           main thread
-      pool -> worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.serving
-    starter thread (starter)                                      watcher thread
+      pool -> worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.loop
+    starter thread (pool)                                         watcher thread
       starts the processes                                          ends it when the parent is dead
-    copier thread (memory_service)
+    copier thread (staging)
       copies large inputs and outputs into and out of shared memory
 
 Each worker has its own pair of pipes, so the death of one worker damages no frame of another.

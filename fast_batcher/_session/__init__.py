@@ -1,1 +1,1 @@
-"""The asyncio implementation of `DynBatcher`. API process, the event loop's thread."""
+"""Sessions of a `DynBatcher`, from an opening to the next close. API process or host."""
