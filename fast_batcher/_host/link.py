@@ -439,7 +439,10 @@ class HostLink:
     def _exchange(self, connection: socket.socket) -> tuple[Welcome, list[int]]:
         """Send the introduction; return the welcome, and the descriptors that come with it."""
         body = dumps(self._hello())
-        connection.sendall(pack_header(Kind.HELLO, len(body), 0, 0.0) + body)
+        # A host that refuses this process closes the connection without reading from it: its answer
+        # lies there, or the end.
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(pack_header(Kind.HELLO, len(body), 0, 0.0) + body)
         header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, MAX_DESCRIPTORS)
         with contextlib.ExitStack() as on_failure:
             for fd in fds:
