@@ -42,13 +42,7 @@ def find_gpus(
     nodes: Path = Path("/dev"),
     driver: Path = Path("/proc/driver/nvidia/gpus"),
 ) -> list[str]:
-    """Name the GPUs that CUDA would find in this process, as far as the file system tells.
-
-    Args:
-        environ: The environment variables.
-        nodes: Directory of the device files. A container has those of its own GPUs.
-        driver: The driver's directory of GPUs, for a system that makes device files at first use.
-    """
+    """Name the GPUs that CUDA would find in this process, as far as the file system tells."""
     visible = _visible_devices(environ)
     if visible is not None:
         count = len(visible)
@@ -68,14 +62,6 @@ def place_workers(
     devices: Sequence[str] | None, num_workers: int, environ: Mapping[str, str]
 ) -> list[Placement]:
     """Assign the devices to the workers in turn, so that the first workers are on different ones.
-
-    Args:
-        devices: Names of devices; None to leave every worker the environment of the parent.
-        num_workers: Workers, by index.
-        environ: The environment variables of the parent.
-
-    Raises:
-        ConfigurationError: A device is not available to this process.
     """
     if devices is None:
         return [Placement()] * num_workers
@@ -86,11 +72,7 @@ def place_workers(
 
 
 def check_devices(name: str, value: Any) -> None:
-    """Check that a value has the form of the setting `devices`.
-
-    Raises:
-        ConfigurationError: The value has another form.
-    """
+    """Check that a value has the form of the setting `devices`."""
     names = [value] if isinstance(value, str) else value
     is_list = isinstance(names, list | tuple) and len(names) > 0
     if not is_list or not (value == "auto" or all(map(_is_device, names))):

@@ -10,13 +10,7 @@ logger = logging.getLogger("fast_batcher")
 
 
 def log_late_error(name: str, error: BaseException, omitted: int) -> None:
-    """Log an error that no caller has got, with its traceback.
-
-    Args:
-        name: The batcher's name.
-        error: The error, as a caller would have got it.
-        omitted: Number of such errors since the last logged one.
-    """
+    """Log an error that no caller has got, with its traceback."""
     before = f" (and {omitted} errors before it)" if omitted else ""
     # An exception of a log handler must not end the loop or the thread.
     with contextlib.suppress(Exception):

@@ -69,12 +69,7 @@ class BatchContexts:
 
 
 class _Joined(AbstractContextManager[None]):
-    """Enters the context managers of one batch, and exits them in the reverse order.
-
-    Args:
-        contexts: The context managers.
-        log: Called with each error that they raise.
-    """
+    """Enters the context managers of one batch, and exits them in the reverse order."""
 
     def __init__(
         self, contexts: Sequence[AbstractContextManager[Any]], log: Callable[[Exception], None]
@@ -156,12 +151,7 @@ def describe_answer(
 
 
 class Observers:
-    """The observers of one batcher, in the order in which they are called.
-
-    Args:
-        name: The batcher's name, for logs.
-        observers: The first ones.
-    """
+    """The observers of one batcher, in the order in which they are called."""
 
     def __init__(self, name: str, observers: Iterable[Observer] = ()) -> None:
         self._name = name
@@ -194,16 +184,7 @@ class Observers:
         convert: Callable[[AbstractContextManager[Any]], _GivenT],
         worker: int = 0,
     ) -> list[_GivenT]:
-        """Tell the observers that follow batches that one is dispatched.
-
-        Args:
-            batch: The batch.
-            convert: Called with each context manager for the computation of the batch.
-            worker: Index of the batch's worker.
-
-        Returns:
-            The converted context managers.
-        """
+        """Tell the observers that follow batches that one is dispatched."""
         if not self._followers:
             return []
         event = batch.dispatched = BatchDispatched(

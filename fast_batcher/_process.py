@@ -41,13 +41,6 @@ def at_fork(
 
     A forked child inherits memory maps and descriptors. If it kept them, shared memory would not be
     freed, and a worker would never read the end of a pipe that the parent has closed.
-
-    Args:
-        owner: Hashable, and compared by identity.
-        before: Called before the fork, by the thread that forks.
-        in_parent: Called after the fork, by the same thread.
-        in_child: Called in the child, whose only thread is a copy of that thread. Another thread
-            of the parent may have held any lock.
     """
     _hooks[owner] = (before, in_parent, in_child)
 
@@ -240,11 +233,7 @@ def occupy_stdio() -> None:
 
 
 class PassedDescriptor:
-    """Descriptor that is passed to a worker, where it has the number it has in the parent.
-
-    Args:
-        fd: The number.
-    """
+    """Descriptor that is passed to a worker, where it has the number it has in the parent."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -38,15 +38,7 @@ _MEANINGS = {
 
 
 def suggest_parameter(name: str, known: Collection[str]) -> str:
-    """Return the end of an error message about an unknown parameter.
-
-    Args:
-        name: The unknown name.
-        known: The existing parameters.
-
-    Returns:
-        For example ". Did you mean 'max_delay', in seconds?"; "" if no known name is similar.
-    """
+    """Return the end of an error message about an unknown parameter."""
     words = name.lower().split("_")
     bare = "_".join(word for word in words if word not in _UNITS)
     same = _SAME.get(name)

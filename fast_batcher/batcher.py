@@ -793,12 +793,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             logger.info("%s: reloaded, generation %d", self.name, self.stats.generation)
 
     def _find_session(self) -> Session:
-        """Return the session for calls on the running event loop; open a new batcher first.
-
-        Raises:
-            BatcherError: The batcher accepts no calls.
-            RuntimeError: The batcher belongs to another open event loop, or to another process.
-        """
+        """Return the session for calls on the running event loop; open a new batcher first."""
         loop = get_running_loop()
         self._require_own_process()
         if self._status.state is State.NEW:
@@ -817,11 +812,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         return self._accepting_session()
 
     def _accepting_session(self, reason: str = "it takes no calls") -> Session:
-        """Return the session if calls are accepted, on any thread.
-
-        Raises:
-            BatcherError: The batcher accepts no calls.
-        """
+        """Return the session if calls are accepted, on any thread."""
         if self._session is None or not self._status.takes_calls:
             self._status.reject_call(reason)
         return self._session

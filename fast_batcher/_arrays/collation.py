@@ -120,27 +120,6 @@ class Collation:
         """Fill rows up to the longest of their batch, then join them as `stack` does.
 
         Rows keep their dtype. They have to be equal in everything but the lengths of padded axes.
-
-        Args:
-            value: What fills up every feature that `values` does not name. It has to fit the dtype:
-                300 in a uint8 or 0.5 in an int64 is an error. None: only features that `values`
-                names are padded.
-            values: What fills up a feature, by the feature's name.
-            side: The end of the axis at which the filling goes.
-            sides: The end at which the filling goes, by the feature's name.
-            dims: The axes of a row, without the batch axis, that are padded; an axis that a feature
-                does not have is left out.
-            mask: Under this name every row, which has to be a mapping, is given an int64 mask: 1
-                where the data is, 0 where the filling is. Its axes are the padded ones.
-            mask_of: The feature that the mask describes. Not needed where all padded features of a
-                row have the same lengths.
-            batch_dim: See `stack`.
-            unequal: See `stack`.
-            outputs: See `stack`.
-            allowed_batch_sizes: See `stack`.
-
-        Raises:
-            ConfigurationError: An argument is wrong.
         """
         remedy = "give the number of an axis of a row, or several as a tuple"
         padding = Padding(

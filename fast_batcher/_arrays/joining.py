@@ -120,11 +120,7 @@ def describe_fault(leaf: Any, feature: str) -> str:
 
 
 def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
-    """Return a spec without the lengths of its padded axes.
-
-    Raises:
-        CollationError: The dtype cannot keep the pad value.
-    """
+    """Return a spec without the lengths of its padded axes."""
     axes = padding.axes_of(feature, len(spec.shape))
     if not axes or spec.kind not in ("array", "tensor"):
         return spec
@@ -196,23 +192,7 @@ def may_have_axis(spec: Spec, dim: int) -> bool:
 def stack_leaves(
     leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding | None, like: Spec
 ) -> Any:
-    """Join the leaves of many rows along a new axis.
-
-    Args:
-        leaves: One or more, all of this `spec`.
-        spec: What `spec_of` says of each.
-        feature: Their name.
-        dim: Position of the new axis, already checked with `may_have_axis`.
-        padding: Rules for padded axes, None without any.
-        like: The spec of an array or tensor of these rows: numbers get its library and device.
-
-    Returns:
-        An array or tensor, new unless the leaves lie in one already (see `stacking`); numbers
-        become one of bool, int64, float64 or complex128, texts a list, None stays None.
-
-    Raises:
-        CollationError: The leaves are numbers, and NumPy is not installed.
-    """
+    """Join the leaves of many rows along a new axis."""
     if spec.kind == "none":
         return None
     if spec.kind == "text":
@@ -299,12 +279,6 @@ def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[A
 
     Rows of an array are views, which are pickled without the rest. A view of a tensor would be
     pickled with its whole batch, so rows of a tensor are copies, without their gradients.
-
-    Args:
-        batch: An array or tensor with a batch axis.
-        dim: Position of the batch axis.
-        to_cpu: Move the rows of tensors to the CPU.
-        copy: Copy the rows of arrays too.
     """
     if is_tensor(batch):
         return [own_tensor(row) for row in _plain(batch, to_cpu=to_cpu).unbind(dim)]
@@ -352,16 +326,7 @@ class Row(NamedTuple):
 
 
 def make_row(value: Any, collation: Collation) -> Row:
-    """Flatten one input and describe its leaves.
-
-    Args:
-        value: The input.
-        collation: Rules by which inputs are joined.
-
-    Raises:
-        CollationError: The input cannot be joined to any other: it is or holds a value that is no
-            array, its dtype cannot keep its pad value, or it has too few axes.
-    """
+    """Flatten one input and describe its leaves."""
     padding = collation.padding
     row = _flatten_row(value, padding)
     if padding is not None and padding.mask is not None:
@@ -462,22 +427,7 @@ _ATOMS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def join(rows: Sequence[Any], collation: Collation) -> Any:
-    """Join rows to one batch.
-
-    Args:
-        rows: One or more inputs.
-        collation: Rules for joining; `unequal` is ignored. The batch axis is `batch_dim[0]`.
-
-    Returns:
-        A structure like that of a row. Its arrays and tensors have one axis more. They are new,
-        unless the rows are adjacent in shared memory that a worker received. Numbers become
-        arrays (tensors if the row has tensors and no arrays), texts lists; None, which has to be
-        None in all rows, stays None. A mapping becomes a dict.
-
-    Raises:
-        CollationError: There is no row, the rows differ, or one of them cannot be joined at all.
-        MemoryError: There is no memory for the batch. The error of a GPU library passes unchanged.
-    """
+    """Join rows to one batch."""
     if not rows:
         raise CollationError("there are no rows to join: what is joined needs one or more")
     first = make_row(rows[0], collation)
@@ -518,24 +468,7 @@ def split(
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
-    """Split a batch into its rows, the inverse of `join`.
-
-    Args:
-        batch: An array or tensor, a list or tuple of rows, or a structure of these.
-        count: Number of rows that the batch must have.
-        collation: Position of the batch axis (`batch_dim[1]`) and the reading of lists (`outputs`).
-        to_cpu: Move the rows of tensors to the CPU.
-        copy: Copy the rows of arrays, so that later writes to the array do not change them.
-
-    Returns:
-        `count` rows. Rows of arrays are views of the batch, unless `copy` is set. Rows of tensors
-        are detached copies, so that a row that is kept or sent does not carry the whole batch.
-        Entries of a list are returned as they are, except for tensors that share memory.
-
-    Raises:
-        OutputMismatchError: The batch has another number of rows, holds a value without rows, or
-            holds a list that can be read in two ways.
-    """
+    """Split a batch into its rows, the inverse of `join`."""
     axis = collation.batch_dim[1]
 
     def is_rows(value: Any) -> bool:
@@ -638,19 +571,7 @@ def _own_row(row: Any, *, to_cpu: bool) -> Any:
 
 
 def split_rows(batch: Any, collation: Collation) -> list[Any]:
-    """Split an input that is itself a batch into its rows.
-
-    Args:
-        batch: An array or tensor, or a structure of them. A list in it has one entry per row, as in
-            `{"input_ids": [array, array]}`.
-        collation: Position of the batch axis (`batch_dim[0]`).
-
-    Returns:
-        Rows as `split` makes them; an empty list if the batch has none.
-
-    Raises:
-        CollationError: The features have different numbers of rows, or one of them has no rows.
-    """
+    """Split an input that is itself a batch into its rows."""
     axis = collation.batch_dim[0]
     leaves, tree = flatten(batch, _is_list)
     counts = {
@@ -689,14 +610,7 @@ def is_much(
     most_parts: int = MOST_PARTS,
     most_bytes: int = MOST_BYTES,
 ) -> bool:
-    """Estimate in microseconds whether splitting, joining or copying a value takes milliseconds.
-
-    Args:
-        value: The batch, the list of rows, or the output.
-        dim: Position of the batch axis, None for rows and outputs.
-        most_parts: Parts of its structure above which it takes so long.
-        most_bytes: The same for the bytes of its arrays.
-    """
+    """Estimate in microseconds whether splitting, joining or copying a value takes milliseconds."""
     parts = size = 0
     todo = [(value, dim)]
     while todo:
@@ -764,24 +678,7 @@ _NO_SEQUENCE: Final = (
 def list_outputs(
     outputs: Any, count: int, returned: str, *, copies: bool, to_cpu: bool = True
 ) -> list[Any]:
-    """Return the outputs of a batch as a list: an array or tensor is split along its first axis.
-
-    Args:
-        outputs: The model's return value.
-        count: Number of inputs.
-        returned: Subject and verb for error messages, as "infer returned".
-        copies: Whether the rows of an array are copied. A view keeps the whole batch in memory, and
-            changes when the model fills the array again, or when another caller writes into a row
-            that shares its memory. The rows of tensors are always copied: a view would be pickled
-            with the whole batch.
-        to_cpu: Whether the rows of a tensor are detached and moved to the CPU: another process gets
-            them.
-
-    Raises:
-        OutputMismatchError: The outputs are no sequence, or a table or a tuple with field names; or
-            their number, counted by iteration, is not `count`: an output could reach the wrong
-            caller.
-    """
+    """Return the outputs of a batch as a list: an array or tensor is split along its first axis."""
     # A subclass of list may iterate over something else than its items.
     if type(outputs) is list and len(outputs) == count:
         return outputs

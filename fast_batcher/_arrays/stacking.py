@@ -31,14 +31,7 @@ lent: list[Piece] = []
 def make_piece(
     address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()
 ) -> Piece:
-    """Describe memory for `lent`.
-
-    Args:
-        address: Address of the memory.
-        memory: A view of the memory.
-        whole: The whole memory as one array, if there is one: `stack` takes less time then.
-        rows: The rows of `whole` that the model gets.
-    """
+    """Describe memory for `lent`."""
     return Piece(address, address + len(memory), memory, whole, rows)
 
 
@@ -117,12 +110,7 @@ def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
 
 
 def _locate(value: Any) -> tuple[tuple[Any, Any, Any, int], int] | None:
-    """Describe a contiguous array or tensor, and return its address.
-
-    Returns:
-        The module that made it, its dtype, shape and bytes; and its address. None for any other
-        value.
-    """
+    """Describe a contiguous array or tensor, and return its address."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and type(value) is numpy.ndarray:
         if not value.flags.c_contiguous or value.dtype.hasobject:

@@ -52,18 +52,7 @@ def _never(_: object) -> bool:
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] = _never) -> tuple[list[Any], Tree]:
-    """Flatten a structure into its leaves.
-
-    Args:
-        value: Any value; one that is no structure is a leaf.
-        is_leaf: Structures for which it is true are leaves too.
-
-    Returns:
-        The leaves, and the tree from which `build` makes the structure again.
-
-    Raises:
-        CollationError: The value is nested too deeply, or contains itself.
-    """
+    """Flatten a structure into its leaves."""
     leaves: list[Any] = []
     try:
         return leaves, _grow(value, leaves, is_leaf)

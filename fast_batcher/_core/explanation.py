@@ -53,13 +53,7 @@ def explain(
     setup: Setup,
     learned: Sequence[tuple[float, float, float]] = (),
 ) -> Explanation:
-    """Explain recent batches.
-
-    Args:
-        samples: The last batches, oldest first.
-        setup: The present settings.
-        learned: The points of the scheduler's service model, which knows older batches, too.
-    """
+    """Explain recent batches."""
     if len(samples) < 2:
         return Explanation()
     began, ended = samples[0].began_at, max(one.answered_at for one in samples)

@@ -23,9 +23,6 @@ class Tenancy:
         never came                   after `LINGER`
 
     A host that was asked to end (SIGTERM) ends with its last API process, however that leaves.
-
-    Args:
-        now: The moment at which the host begins.
     """
 
     def __init__(self, now: float) -> None:
@@ -93,10 +90,6 @@ class OpenCalls:
     The host decides about deadlines and retries, as the scheduler does in a process of its own.
     This object decides what the host cannot: which requests end because the host does not answer,
     and which are sent again because it has died.
-
-    Args:
-        timeout: Seconds until a request without a deadline of its own ends, or None.
-        idempotent: Whether a request may be computed twice.
     """
 
     def __init__(self, timeout: float | None, *, idempotent: bool) -> None:

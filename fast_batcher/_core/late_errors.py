@@ -19,11 +19,7 @@ class LateErrors:
         self._omitted = 0
 
     def add(self, now: float) -> tuple[bool, int]:
-        """Count an error.
-
-        Returns:
-            Whether to log it; and how many errors since the last logged one were not logged.
-        """
+        """Count an error."""
         self.count += 1
         omitted = self._omitted
         if now < self._log_at:

@@ -38,29 +38,13 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
-        """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker.
-
-        Args:
-            now: The moment of the decision, seconds.
-            queue: At least one request.
-            load: The rest of the scheduler's state.
-
-        Returns:
-            The reason for which the batch leaves now, or the moment (later than `now`) until which
-            it is held; a new arrival or completion asks again.
-        """
+        """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker."""
 
     def end_hold(self) -> None:  # noqa: B027  most policies keep nothing of a hold
         """Learn that nothing is held: the batch has left, is empty, or no worker is free."""
 
     def arrived(self, now: float, count: int, is_idle: bool) -> None:  # noqa: B027
-        """Learn that requests have arrived together.
-
-        Args:
-            now: The moment.
-            count: Number of requests.
-            is_idle: Whether no other request was waiting or running.
-        """
+        """Learn that requests have arrived together."""
 
     def batch_done(self, now: float, size: int, load: Load) -> None:  # noqa: B027
         """Learn that a worker has answered a batch of this size; `load` no longer includes it."""
@@ -88,9 +72,6 @@ class FixedPolicy(Policy):
     """Fixed window: a batch leaves `max_delay` after the arrival of its oldest request, or full.
 
     This is the documented rule of fast_dynamic_batcher.
-
-    Args:
-        max_delay: The window in seconds; 0 makes the policy greedy.
     """
 
     def __init__(self, max_delay: float) -> None:
@@ -138,13 +119,7 @@ class ReturnCurve:
         self._open: list[tuple[float, float, float, list[int]]] = []
 
     def begin(self, now: float, horizon: float, size: float) -> None:
-        """Start to count the arrivals after an event.
-
-        Args:
-            now: The moment of the event.
-            horizon: Seconds to observe: the length of the curve.
-            size: The size of the event.
-        """
+        """Start to count the arrivals after an event."""
         self.close(now)
         self.last_at, self.last_size = now, size
         self._open.append((now, horizon / POINTS, size, [0] * POINTS))
@@ -189,14 +164,6 @@ class ReturnCurve:
         Below the average size of events the number is in proportion to `size`, above it the
         average: arrivals that are independent of the events would be overestimated after every
         large one.
-
-        Args:
-            since: Time since the event in parts, 0 up to `POINTS`.
-            size: The size of the event.
-
-        Returns:
-            Rising numbers, one for each part from the present one on. Call it only if `count` is
-            above 0.
         """
         first = int(since)
         before = self._returns[first - 1] if first else 0.0
@@ -235,9 +202,6 @@ class AdaptivePolicy(Policy):
     has a high fixed cost: the greedy policy then sends the first requests that return, and the
     others wait for a second small batch. The derivation of the gain is in
     docs/decisions/0012-the-hold.md.
-
-    Args:
-        max_delay: Upper limit of a hold in seconds, or None for no limit of its own.
     """
 
     def __init__(self, max_delay: float | None) -> None:
@@ -378,18 +342,7 @@ def _best_moment(
     lateness: float,
     load: Load,
 ) -> float:
-    """Return the moment at which the gain of waiting is largest; `now` if it is too small.
-
-    Args:
-        now: The moment of the decision.
-        first: The end of the present part of the curve, seconds.
-        part: Seconds from there to the next one.
-        limit: No moment after this one.
-        expected: Requests that arrive until the end of each part, from the present one on,
-            including requests for which the batch has no room.
-        lateness: Seconds by which timers are late.
-        load: Waiting requests, and the times of batches.
-    """
+    """Return the moment at which the gain of waiting is largest; `now` if it is too small."""
     median = load.service.median
     waiting, most = load.waiting, load.max_batch_size
     # A request without room in the second batch either waits as long with a hold as without one.
@@ -419,12 +372,7 @@ def _best_moment(
 
 
 def make_policy(name: str, max_delay: float | None) -> Policy:
-    """Make the policy of this name.
-
-    Args:
-        name: "adaptive", "greedy" or "fixed".
-        max_delay: Upper limit of a hold in seconds, or None. 0 makes "adaptive" greedy.
-    """
+    """Make the policy of this name."""
     if name == "fixed":
         return FixedPolicy(inf if max_delay is None else max_delay)
     if name == "greedy" or max_delay == 0:

@@ -27,9 +27,6 @@ STEP_SHARE: Final = 8
 
 class SizeCap:
     """Largest size of a batch for now: `max_batch_size`, or less after the model ran out of memory.
-
-    Args:
-        most: `max_batch_size`.
     """
 
     def __init__(self, most: int) -> None:
@@ -61,10 +58,6 @@ class SizeCap:
         The new limit is the largest size that has succeeded, or else half of this one. A request
         that runs out of memory alone is too large by itself, and says nothing about other batches:
         the limit returns to its value before that batch was divided.
-
-        Args:
-            size: The size of the batch.
-            is_retry: Whether it is a part of a divided batch.
         """
         if not is_retry:
             self._before = (self.size, self.is_watching, self._good, self._wait)
@@ -161,13 +154,7 @@ class Backlog(NamedTuple):
 
 
 class BatchTimes:
-    """Measured seconds of batches, and the predictions made from them.
-
-    Args:
-        size_cap: The size of a full batch.
-        packer: Fills batches by cost, None if requests have no costs. With it predictions go by the
-            charge of a batch, without it by its size.
-    """
+    """Measured seconds of batches, and the predictions made from them."""
 
     def __init__(self, size_cap: SizeCap, packer: BatchPacker | None) -> None:
         self._size_cap = size_cap
@@ -230,16 +217,7 @@ class BatchTimes:
     def seconds_until_free(
         self, now: float, slot: WorkerSlot, read: Callable[[float], float] | None = None
     ) -> float:
-        """Predict the seconds until a worker has answered all of its batches.
-
-        Args:
-            now: The moment.
-            slot: The worker.
-            read: The quantile of `by_charge` that is read, `high` by default.
-
-        Returns:
-            Seconds, 0.0 before any observation.
-        """
+        """Predict the seconds until a worker has answered all of its batches."""
         if not slot.batches or not self.is_known:
             return 0.0
         read = read or self.by_charge.high
@@ -254,14 +232,6 @@ class BatchTimes:
         batch that waits for another counts as full, because it fills meanwhile: see
         docs/decisions/0013. Of equal requests a later one is never predicted to be answered
         earlier, although with several workers the last batch of a queue may end first.
-
-        Args:
-            backlog: The backlog before this turn's arrivals; its requests are ignored, see `ahead`.
-            ahead: Waiting requests that are served before this one.
-            cost: The cost of the request, 1.0 without costs.
-
-        Returns:
-            Seconds, 0.0 before any observation.
         """
         if not self.is_known or backlog.delay == inf:
             return 0.0

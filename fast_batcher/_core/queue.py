@@ -124,11 +124,6 @@ class BatchPacker:
     would send one text at a time, each at the fixed cost of a batch. The learned time of a batch by
     its charge weighs the two: with a high fixed cost batches become large, without one they hold
     inputs of nearly equal length. docs/decisions/0014-unequal-requests.md gives the reasons.
-
-    Args:
-        max_batch_cost: Most that a batch may cost, or None. A request that costs more goes alone.
-        is_padded: True if a batch is charged its size times its highest cost; False if it is
-            charged the sum of the costs, in which case the oldest requests that fit are taken.
     """
 
     def __init__(self, max_batch_cost: float | None, *, is_padded: bool) -> None:
@@ -143,13 +138,7 @@ class BatchPacker:
         return len(costs) * max(costs) if self._is_padded else sum(costs)
 
     def fill(self, chosen: list[Request], window: Sequence[Request], most: int) -> None:
-        """Add requests to a batch.
-
-        Args:
-            chosen: The batch. If it is empty, the first of the window is taken at any cost.
-            window: Candidates, in their order.
-            most: Most requests in the batch.
-        """
+        """Add requests to a batch."""
         rest = list(window)
         if not chosen and rest:
             chosen.append(rest.pop(0))
@@ -283,9 +272,6 @@ class RankedQueue:
     window less one requests are served before a request. The bound is in requests and not in
     seconds: in a backlog every request has waited long, and going by age then would keep the
     padding, and with it the backlog.
-
-    Args:
-        packer: Fills batches by cost, or None where there are no costs.
     """
 
     def __init__(self, packer: BatchPacker | None = None) -> None:

@@ -73,10 +73,6 @@ class Retries:
     - A worker died before it had read the batch: the batch goes unchanged.
     - `infer` raised: the two halves go, until the guilty request is alone. For a batch of n
       requests that takes at most 2n - 1 batches.
-
-    Args:
-        idempotent: Whether a request may be computed twice.
-        isolate_errors: Whether a batch that fails is divided.
     """
 
     def __init__(self, *, idempotent: bool, isolate_errors: bool) -> None:
@@ -93,12 +89,7 @@ class Retries:
     def after_loss(
         self, batch: Batch, progress: BatchProgress
     ) -> tuple[list[Request], list[Request]]:
-        """Retry the requests of a dead worker's batch, or settle them.
-
-        Returns:
-            The settled requests: those that must not be computed twice (`idempotent` is False), and
-            those with which too many workers died.
-        """
+        """Retry the requests of a dead worker's batch, or settle them."""
         failed: list[Request] = []
         poisonous: list[Request] = []
         again: list[Request] = []
@@ -120,13 +111,7 @@ class Retries:
         return failed, poisonous
 
     def after_failure(self, now: float, batch: Batch, *, may_divide: bool) -> list[Request]:
-        """Divide a batch for which `infer` raised, or return the requests that fail.
-
-        Args:
-            now: The moment.
-            batch: The batch.
-            may_divide: False if another try is useless; it overrides `isolate_errors`.
-        """
+        """Divide a batch for which `infer` raised, or return the requests that fail."""
         waiting = [request for request in batch.requests if not request.is_settled]
         until = batch.isolate_until
         if until == inf:
@@ -138,11 +123,7 @@ class Retries:
         return []
 
     def take(self, size_cap: SizeCap) -> RetryGroup | None:
-        """Remove and return the next batch of one group, None if there are none.
-
-        Args:
-            size_cap: Limits the batches of a model with one method.
-        """
+        """Remove and return the next batch of one group, None if there are none."""
         while self.groups:
             group = self.groups.popleft()
             requests = [request for request in group.requests if not request.is_settled]
@@ -178,14 +159,6 @@ class Admission:
 
     A target ends nothing by itself: a request that runs past its target is answered, until its
     deadline.
-
-    Args:
-        limits: The limits of the scheduler.
-        times: Predicts when requests would be answered.
-        workers: Workers and their running batches.
-        retries: Requests that are tried again.
-        measure_size: Returns the bytes of an input; None if requests have their `size`. Measuring
-            takes time, so an input is measured only if nothing else rejects its request.
     """
 
     def __init__(
@@ -354,10 +327,6 @@ class DeadlineBatches:
     dropped, provided that other requests can run in their place; otherwise the batch is made
     smaller. A free worker always runs the last candidate, late or not: only batches that run are
     measured.
-
-    Args:
-        times: Predicts how long a batch takes.
-        size_cap: Most requests in a batch.
     """
 
     def __init__(self, times: BatchTimes, size_cap: SizeCap) -> None:
@@ -379,16 +348,7 @@ class DeadlineBatches:
     def choose(
         self, now: float, slot: WorkerSlot, queue: RankedQueue
     ) -> tuple[list[Request], bool]:
-        """Choose the next batch, which stays in the queue, and drop requests that would be late.
-
-        Args:
-            now: The moment.
-            slot: The worker for the batch.
-            queue: At least one request.
-
-        Returns:
-            The batch, empty if it is to wait, and whether targets have changed the choice.
-        """
+        """Choose the next batch, which stays in the queue, and drop requests that would be late."""
         # A batch that was sent cannot be dropped any more, however long the one before it takes.
         if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
             return [], False
@@ -462,17 +422,7 @@ _has_explicit_deadline = attrgetter("has_explicit_deadline")
 
 
 class Scheduler:
-    """The queue, the workers and the batches of one batcher.
-
-    Args:
-        policy: Decides when a batch that is not full leaves.
-        limits: Sizes and durations.
-        packer: Fills batches by cost, or None; with it every request must have its `cost`.
-        is_grouped: Whether only requests of one `group` share a batch.
-        measure_size: Returns the bytes of an input, for `max_queue_bytes`. None if every request
-            has its `size`.
-        methods: Of a model that has several; every request must have a group of one of them.
-    """
+    """The queue, the workers and the batches of one batcher."""
 
     def __init__(
         self,
@@ -540,15 +490,7 @@ class Scheduler:
         return request is None or self._admission.count_fitting(self.queue, [request]) == 1
 
     def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
-        """Take requests into the queue, in their order.
-
-        Args:
-            now: The moment of their arrival, seconds; not before any earlier one.
-            requests: All new requests that arrived in one turn of the shell.
-
-        Returns:
-            The rejected requests, with reasons. The shell settles them.
-        """
+        """Take requests into the queue, in their order."""
         if self._times.unpriced_warm_ups:
             self._times.price_warm_ups(requests)
         are_named = any(map(_has_explicit_deadline, requests))
@@ -573,11 +515,7 @@ class Scheduler:
         return rejected
 
     def cancel(self, request: Request) -> bool:
-        """Cancel a request whose caller has gone; the output of a running request is dropped.
-
-        Returns:
-            False if the request has ended before.
-        """
+        """Cancel a request whose caller has gone; the output of a running request is dropped."""
         if not settle(request):
             return False
         if request.phase is Phase.QUEUED:
@@ -629,14 +567,7 @@ class Scheduler:
     def worker_ready(
         self, now: float, worker: int, times: Iterable[tuple[float, float]] = (), stages: int = 1
     ) -> None:
-        """Add a worker that has loaded its model.
-
-        Args:
-            now: The moment.
-            worker: The worker's number.
-            times: Sizes and seconds of its warm-up batches.
-            stages: Batches on which it works at the same time.
-        """
+        """Add a worker that has loaded its model."""
         self.workers.add(worker, stages)
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self.queue))
@@ -649,18 +580,7 @@ class Scheduler:
         *,
         out_of_memory: bool = False,
     ) -> tuple[list[Request], list[Request]]:
-        """Remove a worker that has died or is being ended, and retry its requests if allowed.
-
-        Args:
-            worker: The worker's number.
-            taken: The id of the batch that it read last, or None. Ids rise in the order of sending.
-            begun: The id of the batch that it began to compute last, or None.
-            out_of_memory: Whether it may have run out of memory; then batches become smaller.
-
-        Returns:
-            The requests without a retry: those that must not be computed twice, and those with
-            which too many workers died. They are settled; the shell tells their callers.
-        """
+        """Remove a worker that has died or is being ended, and retry its requests if allowed."""
         failed: list[Request] = []
         poisonous: list[Request] = []
         # The youngest batch first: each is put before the others, so the oldest ends up first.
@@ -679,19 +599,7 @@ class Scheduler:
     def batch_done(
         self, now: float, worker: int, batch_id: int, has_raised: bool = False
     ) -> Batch | None:
-        """Take an answered batch from its worker, and learn from its time.
-
-        Args:
-            now: The moment.
-            worker: The worker's number.
-            batch_id: The id in the worker's answer.
-            has_raised: Whether `infer` raised. Then nothing is learned, and a call of
-                `batch_raised` must follow.
-
-        Returns:
-            The batch; the shell must settle its remaining requests. None if the worker does not
-            have such a batch, and so breaks the protocol.
-        """
+        """Take an answered batch from its worker, and learn from its time."""
         batch = self.workers.find(worker, batch_id)
         if batch is None:
             return None
@@ -721,17 +629,7 @@ class Scheduler:
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
     ) -> list[Request]:
-        """Divide and retry a batch for which `infer` raised, after `batch_done` has returned it.
-
-        Args:
-            now: The moment.
-            batch: The batch.
-            out_of_memory: Whether the model ran out of memory; then batches become smaller.
-            is_fatal: Whether the worker cannot continue; then the batch is not retried.
-
-        Returns:
-            The requests without a retry; the shell must settle them.
-        """
+        """Divide and retry a batch for which `infer` raised, after `batch_done` has returned it."""
         if out_of_memory:
             shrink(batch, self._size_cap)
         failed = self._retries.after_failure(now, batch, may_divide=not is_fatal)
@@ -770,18 +668,6 @@ class Scheduler:
 
         If deciding raises, all waiting requests are given up with a `Fail`, because the next
         decision would raise again. Running batches are not affected.
-
-        Args:
-            now: The moment.
-            has_read: Whether all frames that the workers had sent by this moment were applied.
-                Otherwise no running request and no worker counts as late, because the answer may
-                have arrived; the returned moment may then be in the past.
-            answering: Workers whose next answer has arrived in part; the batch that they answer
-                does not count as late either.
-
-        Returns:
-            The actions, in order, and the moment at which `poll` must be called again if no event
-            comes before, or None. The moment may be early: then `poll` returns no actions.
         """
         actions, self._learning_errors = self._learning_errors, []
         held_until = inf

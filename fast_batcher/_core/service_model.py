@@ -128,14 +128,7 @@ class ServiceModel:
         return bool(self._buckets)
 
     def observe(self, size: float, seconds: float) -> None:
-        """Learn from a batch that has been answered.
-
-        Args:
-            size: Its requests or its padded cost; above 0.
-            seconds: From the moment at which the worker could begin with the batch to its answer,
-                as measured in the parent. Observations that are not positive and finite are
-                ignored.
-        """
+        """Learn from a batch that has been answered."""
         if not (0 < seconds < inf and 0 < size < inf):
             return
         mantissa, exponent = frexp(size)

@@ -27,14 +27,6 @@ class Heartbeat:
         """Choose the workers to ping, and find silent ones.
 
         Called every `HEARTBEAT_INTERVAL` seconds.
-
-        Args:
-            now: The moment.
-            idle: Ready workers without a batch.
-
-        Returns:
-            The workers to ping now, and the workers that left the last ping unanswered. These may
-            have been given a batch since then: a worker reads the ping before that batch.
         """
         is_late = now > self._next_tick + LATENESS
         self._next_tick = now + HEARTBEAT_INTERVAL
@@ -56,12 +48,7 @@ BATCHES_OF_A_FRESH_WORKER: Final = 1
 
 
 class Recycling:
-    """Limits after which a worker is replaced: a fresh process starts without the model's leaks.
-
-    Args:
-        max_batches: Batches after which a worker is due, or None.
-        max_rss_bytes: Resident memory from which on a worker is due, or None.
-    """
+    """Limits after which a worker is replaced: a fresh process starts without the model's leaks."""
 
     def __init__(self, max_batches: int | None, max_rss_bytes: int | None) -> None:
         self._max_batches = max_batches
@@ -72,12 +59,7 @@ class Recycling:
         self.is_limit_too_low = False
 
     def is_due(self, batches: int, rss_bytes: int) -> bool:
-        """Return whether a worker is to be replaced.
-
-        Args:
-            batches: Number of batches it has answered, 1 or more.
-            rss_bytes: Its resident memory; 0 if it cannot be read.
-        """
+        """Return whether a worker is to be replaced."""
         if self._max_batches is not None and batches >= self._max_batches:
             return True
         if self._max_rss_bytes is None or rss_bytes < self._max_rss_bytes:
@@ -105,11 +87,6 @@ class Restarts:
 
     The budget works like a circuit breaker: `max_restarts` deaths within one window spend it, and
     after a window without a try there is one again.
-
-    Args:
-        max_restarts: Most restarts in one window, or None for no limit.
-        window: Seconds. After a worker that was ready for this time, the back-off starts again.
-        backoff: The first delay, seconds; it doubles from death to death up to 10 s.
     """
 
     def __init__(self, max_restarts: int | None, window: float, backoff: float) -> None:
@@ -148,9 +125,6 @@ class Reload:
 
     If one replacement fails, the workers that were replaced before go back to the model of before,
     in the same way.
-
-    Args:
-        num_workers: Number of workers.
     """
 
     def __init__(self, num_workers: int) -> None:

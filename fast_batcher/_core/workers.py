@@ -60,11 +60,7 @@ class WorkerSlot:
 
 
 class WorkerTable:
-    """Workers by number, their batches, and the next expiry among these.
-
-    Args:
-        limits: The limits of the scheduler.
-    """
+    """Workers by number, their batches, and the next expiry among these."""
 
     def __init__(self, limits: Limits) -> None:
         self._timeout = or_infinite(limits.timeout)
@@ -174,11 +170,7 @@ class WorkerTable:
                 self._begin_first(now, slot)
 
     def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> list[Request]:
-        """Remove requests that could not be sent from a batch; an empty batch is removed too.
-
-        Returns:
-            The requests whose callers still wait; they are settled.
-        """
+        """Remove requests that could not be sent from a batch; an empty batch is removed too."""
         withdrawn = {request.id for request in requests}
         batch.requests = [one for one in batch.requests if one.id not in withdrawn]
         settled = settle_open(requests)
@@ -228,11 +220,6 @@ class WorkerTable:
 
         A worker that has begun with its first batch keeps the time. The worker is not to blame for
         a delay in this process.
-
-        Args:
-            now: The moment.
-            worker: The worker's number.
-            begun: The id of the batch that it began to compute last, or None.
         """
         slot = self.slots.get(worker)
         if slot is None or not slot.batches or slot.started_at == inf:
@@ -251,12 +238,7 @@ class WorkerTable:
             request.phase = Phase.COPYING_OUT
 
     def end_copy_out(self, batch: Batch) -> bool:
-        """Record that a batch's output has been copied out.
-
-        Returns:
-            Whether the caller must settle the remaining requests of the batch; False if
-            `Scheduler.close` has returned them.
-        """
+        """Record that a batch's output has been copied out."""
         if self.copying_out.get(batch.id) is not batch:
             return False
         del self.copying_out[batch.id]

@@ -75,13 +75,7 @@ logger = logging.getLogger("fast_batcher")
 
 
 class HostInputs:
-    """Packs the inputs of one API process for its host.
-
-    Args:
-        settings: The batcher's settings.
-        loop: The event loop, which is running.
-        name: The batcher's name, for logs and the copier thread.
-    """
+    """Packs the inputs of one API process for its host."""
 
     def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._settings = settings
@@ -98,14 +92,7 @@ class HostInputs:
         self._has_warned = False
 
     def use(self, descriptors: tuple[int, int] | None, start: int, length: int) -> None:
-        """Use a range of a host's memory from now on.
-
-        Args:
-            descriptors: The memory and the lifeline of the range, owned by this object from now
-                on; None without any.
-            start: Start of the range in bytes.
-            length: Length of the range in bytes.
-        """
+        """Use a range of a host's memory from now on."""
         if descriptors is not None:
             memory, lifeline = descriptors
             try:
@@ -136,11 +123,7 @@ class HostInputs:
         self._arena.end_turn()
 
     def stage(self, request: Request) -> StagedInput | None:
-        """Copy a large input into shared memory.
-
-        Returns:
-            The copy if it is not finished, so that the request must not be sent before.
-        """
+        """Copy a large input into shared memory."""
         if type(request.value) not in self._arena.probes:
             return None
         staged = request.staged = self._arena.stage(request.value)
@@ -211,13 +194,7 @@ _SENT = Phase.SENT
 
 
 class CallSender:
-    """Packs requests into frames, and keeps account of the room in the host's queue.
-
-    Args:
-        link: The connection to the host.
-        inputs: Packs the inputs.
-        room: Requests for which an empty queue has room.
-    """
+    """Packs requests into frames, and keeps account of the room in the host's queue."""
 
     def __init__(self, link: HostLink, inputs: HostInputs, room: int) -> None:
         self._link = link
@@ -303,15 +280,7 @@ _ANSWERS = Kind.ANSWERS
 
 
 class HostCalls:
-    """The requests without an outcome.
-
-    Args:
-        settings: The batcher's settings.
-        link: The connection to the host.
-        ledger: Counts calls that are rejected here, and has the observers.
-        loop: The event loop, which is running.
-        name: The batcher's name, for logs.
-    """
+    """The requests without an outcome."""
 
     def __init__(
         self,
@@ -618,14 +587,7 @@ END_GRACE = 5.0
 
 
 class RemoteSession:
-    """A `Session` that passes requests to the host process of a shared batcher.
-
-    Args:
-        model_spec: The model that the host's workers load.
-        settings: The batcher's settings.
-        status: The batcher's state, which follows that of the host.
-        ledger: Counts calls that are rejected here, and has the observers.
-    """
+    """A `Session` that passes requests to the host process of a shared batcher."""
 
     def __init__(
         self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
@@ -727,11 +689,7 @@ class RemoteSession:
         )
 
     def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings in the host, for all API processes.
-
-        Raises:
-            RuntimeError: The calling thread is not that of the event loop.
-        """
+        """Apply changed settings in the host, for all API processes."""
         self.binding.require_own_thread("reconfigure()")
         self._settings = settings
         self._is_reconfigured = True

@@ -32,9 +32,6 @@ def open_directory() -> Path:
 
     It is `$XDG_RUNTIME_DIR/fast_batcher` if that variable names a directory of this user, else
     `fast_batcher-<uid>` in the temporary directory.
-
-    Raises:
-        ConfigurationError: It cannot be made, or other users may have access to it.
     """
     try:
         path = _choose_path()
@@ -54,11 +51,7 @@ def open_directory() -> Path:
 
 
 def check_length(path: Path) -> None:
-    """Check that a socket can have this path.
-
-    Raises:
-        ConfigurationError: It is too long.
-    """
+    """Check that a socket can have this path."""
     length = len(os.fsencode(path))
     if length > MAX_PATH_BYTES:
         raise ConfigurationError(
@@ -73,14 +66,6 @@ def locked(directory: Path, seconds: float, cancelled: threading.Event) -> Itera
     """Hold the directory's lock during the block.
 
     It protects all sockets of the directory: their files, and the starts and ends of hosts.
-
-    Args:
-        directory: The directory.
-        seconds: Longest time to wait for the lock.
-        cancelled: Ends the wait when another thread sets it.
-
-    Raises:
-        TimeoutError: Another process holds the lock.
     """
     lock = take_lock(directory, seconds, cancelled)
     try:

@@ -43,9 +43,6 @@ def digest(*parts: Any) -> str:
 
     Sets and dicts are equal whatever the order of their items; an `OrderedDict` is not. Any other
     object is described by what `pickle` would store of it.
-
-    Raises:
-        Exception: Any exception of pickling a value.
     """
     return _Digester().digest(parts).hex()
 
@@ -193,16 +190,7 @@ class HostKey:
 def make_key(
     shared: bool | str, own: Mapping[str, str], module_file: str | None, name: str
 ) -> HostKey:
-    """Make the key of the host that a batcher of this process wants.
-
-    Args:
-        shared: True for processes with the parent of this one; a name for all processes of this
-            user that give it, if they find the same directory of sockets.
-        own: Digests of the batcher's settings and of the model's arguments, by their names.
-        module_file: The file of the model's module, if it has one.
-        name: The batcher's name. Processes of one scope that give a batcher of one name different
-            facets are warned.
-    """
+    """Make the key of the host that a batcher of this process wants."""
     supervisor = None
     facets = {**own, **_digest_process(module_file)}
     if isinstance(shared, str):
@@ -325,15 +313,7 @@ def identify_process(pid: int) -> ProcessIdentity:
 
 
 def kill_process(process: ProcessIdentity, seconds: float = 0.0) -> bool:
-    """Kill a process, unless it is not visible here, and never another one.
-
-    Args:
-        process: The process.
-        seconds: Longest time to wait for its death.
-
-    Returns:
-        Whether it was killed. If not, it is dead, or in another PID namespace.
-    """
+    """Kill a process, unless it is not visible here, and never another one."""
     if not hasattr(os, "pidfd_open"):
         return identify_process(process.pid) == process and _kill(process.pid)
     try:

@@ -52,12 +52,7 @@ POLL_INTERVAL = 0.002
 
 
 class HostProcess:
-    """The host process, in the process that has started it.
-
-    Args:
-        popen: The process. From now on `subprocess` neither reaps it nor warns that it runs.
-        output: The host's output until its first welcome; closed by `close`.
-    """
+    """The host process, in the process that has started it."""
 
     def __init__(self, popen: "subprocess.Popen[bytes]", output: FileIO) -> None:
         popen.returncode = 0
@@ -138,16 +133,7 @@ def launch_host(
     *,
     module: str = "fast_batcher._host.main",
 ) -> HostProcess:
-    """Start a host process.
-
-    Args:
-        listener: Its listening socket, which has a path; the caller closes its own copy.
-        arguments: Further arguments of its command line.
-        module: Dotted name of the module whose `main` it runs.
-
-    Raises:
-        OSError: The system has no room for another process, or the interpreter cannot be run.
-    """
+    """Start a host process."""
     socket_id = identify_socket(Path(listener.getsockname())) or ""
     with _duplicated_stderr() as stderr, contextlib.ExitStack() as on_failure:
         output = on_failure.enter_context(FileIO(make_memory_file(0)))

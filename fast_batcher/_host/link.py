@@ -71,11 +71,7 @@ def pack_changes(settings: Settings) -> bytes:
 
 
 def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
-    """Make the key of the host for a batcher of this process.
-
-    Raises:
-        ConfigurationError: The host's workers cannot import the model.
-    """
+    """Make the key of the host for a batcher of this process."""
     module = model_spec.module
     if module == "__main__":
         raise ConfigurationError(
@@ -126,14 +122,7 @@ def list_paths(arguments: Any) -> list[str]:
 
 
 def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, observes: bool) -> Hello:
-    """Make the first frame of an API process.
-
-    Args:
-        model_spec: The model.
-        settings: The batcher's settings.
-        key: The key of the host.
-        observes: Whether events are wanted.
-    """
+    """Make the first frame of an API process."""
     return Hello(
         settings=plain_settings(settings),
         has_costs=settings.cost is not None,
@@ -193,17 +182,7 @@ class LinkEvents(Protocol):
 
 
 class HostLink:
-    """A connection to the host of a key, on one event loop at a time.
-
-    Args:
-        key: The key of the host.
-        hello: Makes the first frame.
-        max_frame_bytes: Longest body of a frame.
-        start_timeout: Seconds that a host may take for its welcome.
-        events: The session.
-        loop: The event loop, which is running.
-        name: The batcher's name, for threads and logs.
-    """
+    """A connection to the host of a key, on one event loop at a time."""
 
     def __init__(
         self,
@@ -284,12 +263,7 @@ class HostLink:
             self.join()
 
     def begin_goodbye(self) -> bool:
-        """Say goodbye, now or after the running join, and join no further host.
-
-        Returns:
-            Whether `host_lost` or `host_unreachable` will follow: a host that is told answers with
-            FAREWELL, and hangs up.
-        """
+        """Say goodbye, now or after the running join, and join no further host."""
         was_leaving = self._leaving.is_set()
         self._leaving.set()
         if self._join_timer is not None:
@@ -300,12 +274,7 @@ class HostLink:
         return self.is_connected or self._is_joining
 
     def say_goodbye(self, seconds: float) -> None:
-        """Say goodbye without an event loop, and block until the host has hung up.
-
-        Args:
-            seconds: Longest time. A host that has not read the goodbye by then takes this process
-                for dead, when the connection is closed.
-        """
+        """Say goodbye without an event loop, and block until the host has hung up."""
         until = monotonic() + seconds
         self.begin_goodbye()
         self._has_joined.wait(seconds)
@@ -337,12 +306,7 @@ class HostLink:
     # Joining.
 
     def _join(self) -> None:
-        """Connect to the host, or start it. Thread of the link.
-
-        Raises:
-            BatcherError: The host has ended before its welcome, or no host can be had.
-            OSError: The system has no room for another process or socket.
-        """
+        """Connect to the host, or start it. Thread of the link."""
         self._deadline = monotonic() + self._limits[1]
         try:
             for _ in range(MOST_TRIES):
@@ -399,11 +363,7 @@ class HostLink:
         )
 
     def _follow_end(self, process: HostProcess) -> None:
-        """Handle the end of the connection to a host that this process has started.
-
-        Raises:
-            WorkerStartupError: The host has died.
-        """
+        """Handle the end of the connection to a host that this process has started."""
         # It may live: this process has ended the connection, or was too slow to introduce itself.
         if self._is_closed or not process.ends_within(END_LIMIT):
             process.reap_soon()
@@ -411,11 +371,7 @@ class HostLink:
             raise process.make_startup_error()
 
     def _end_silent_host(self, joined: Joined) -> None:
-        """Kill a host that does not answer.
-
-        Raises:
-            WorkerStartupError: No time is left for another host.
-        """
+        """Kill a host that does not answer."""
         if joined.process is not None:
             joined.process.kill()
             raise self._make_timeout_error("it was killed")
@@ -538,11 +494,7 @@ class HostLink:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly this many bytes.
-
-    Raises:
-        EOFError: The connection has ended.
-    """
+    """Receive exactly this many bytes."""
     parts = []
     while count:
         part = connection.recv(count)

@@ -17,9 +17,6 @@ class Inherited:
 
     Until the first client is welcomed the output goes to a file, from which the starter reads why
     a host has died.
-
-    Args:
-        arguments: What `launch_host` has put first on the command line.
     """
 
     # Arguments on the command line.

@@ -156,11 +156,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
 
 
 def pack_key(key: Any) -> bytes:
-    """Pickle the key of a group, so that equal keys of any two processes are equal bytes.
-
-    Raises:
-        Exception: The key cannot be pickled.
-    """
+    """Pickle the key of a group, so that equal keys of any two processes are equal bytes."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, PROTOCOL)
     # Without the memo, which would tell whether two parts of the key are one object.

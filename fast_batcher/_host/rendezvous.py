@@ -81,18 +81,6 @@ def connect(
 
     The connection reads an end of file or a reset before its first byte if the host dies, or ends,
     before it accepts. Then call this again, unless this process has started the host: that failed.
-
-    Args:
-        key: The key of the host.
-        launch: Starts the host with the listening socket.
-        seconds: Longest time to wait for the lock.
-        cancelled: Ends the wait when another thread sets it.
-
-    Raises:
-        TimeoutError: Another process holds the lock.
-        ConfigurationError: No private directory for the socket can be had.
-        NotReadyError: The host does not accept, and `BACKLOG` others wait for it.
-        OSError: The host cannot be started, or the system has no room for a socket.
     """
     occupy_stdio()
     directory = open_directory()
@@ -111,15 +99,6 @@ def replace_silent(
     """Make room for another host, unless this one has answered or been replaced meanwhile.
 
     The silent host is killed. If that is not possible from here, it loses its socket.
-
-    Args:
-        key: The key of the host.
-        joined: The connection on which the host has been silent.
-        seconds: Longest time to wait for the lock.
-        cancelled: Ends the wait when another thread sets it.
-
-    Raises:
-        TimeoutError: Another process holds the lock.
     """
     directory = open_directory()
     path = directory / key.file_name
@@ -143,9 +122,6 @@ def check_peer(connection: socket.socket) -> None:
     """Check that the process at the other end is this user's. Both sides.
 
     Systems other than Linux do not tell; there the directory's permissions alone keep others out.
-
-    Raises:
-        PermissionError: It belongs to another user.
     """
     if sys.platform == "linux":
         # The kernel's `struct ucred`. For a client the pid is that of the starter, who listened.
@@ -161,15 +137,7 @@ def check_peer(connection: socket.socket) -> None:
 
 
 def announce(listener: socket.socket, socket_id: str) -> bool:
-    """Record that the host accepts from now on. Host process.
-
-    Args:
-        listener: The host's listening socket.
-        socket_id: From `identify_socket`.
-
-    Returns:
-        Whether the socket has its path still: else another host may live, and this one must end.
-    """
+    """Record that the host accepts from now on. Host process."""
     path = Path(listener.getsockname())
     with contextlib.suppress(TimeoutError), locked(path.parent, LOCK_LIMIT, _NEVER):
         if identify_socket(path) != socket_id:
@@ -183,10 +151,6 @@ def retire(listener: socket.socket, socket_id: str) -> None:
 
     The process holds the lock until it is dead, so that no other host starts before. Do not close
     the listener: whoever waits in its backlog then finds no host, and starts the next one.
-
-    Args:
-        listener: The host's listening socket.
-        socket_id: From `identify_socket`.
     """
     path = Path(listener.getsockname())
     # While another process holds the lock, the socket is left to whoever starts the next host.

@@ -61,12 +61,7 @@ Find = Callable[[], Tenant | None]
 
 
 class LogForwarder(logging.Handler):
-    """Handler that passes records on; without an API process they go to stderr.
-
-    Args:
-        find_reader: Finds the API process that logs.
-        loop: The event loop, on whose thread records are sent.
-    """
+    """Handler that passes records on; without an API process they go to stderr."""
 
     def __init__(self, find_reader: Find, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -91,11 +86,7 @@ class LogForwarder(logging.Handler):
 
 
 class EventForwarder(Observer):
-    """Observer that passes events on.
-
-    Args:
-        find_reporter: Finds the API process that reports.
-    """
+    """Observer that passes events on."""
 
     def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
@@ -138,11 +129,6 @@ class MemoryRanges:
     A range is granted again only when its API process has left, no process has the range mapped any
     more, and no worker has a view of it. An array of `allocate_input` that outlives its batcher
     keeps its range, in a forked child too.
-
-    Args:
-        loop: The event loop.
-        size: Bytes of one range; a whole number of pages.
-        name: The batcher's name, for logs.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int, name: str) -> None:
@@ -213,17 +199,7 @@ class MemoryRanges:
 
 
 class ReportingSession(LocalSession):
-    """A session that reports each change of its workers, and rejects calls while it is broken.
-
-    Args:
-        on_change: Called after each change.
-        model_spec: The model that the workers load.
-        settings: The batcher's settings.
-        status: The batcher's state.
-        ledger: Settles and counts the requests.
-        access: Access to inputs and outputs.
-        named_paths: Texts and paths in the model's arguments, which may name files.
-    """
+    """A session that reports each change of its workers, and rejects calls while it is broken."""
 
     def __init__(
         self,
@@ -294,12 +270,7 @@ STATE_INTERVAL = 1.0
 
 
 class HostServer:
-    """The server of one host process.
-
-    Args:
-        listener: The listening socket.
-        release_output: Called once the first API process is welcome.
-    """
+    """The server of one host process."""
 
     def __init__(self, listener: socket.socket, release_output: Callable[[], None]) -> None:
         self._listener = listener

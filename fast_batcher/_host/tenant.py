@@ -40,12 +40,7 @@ if TYPE_CHECKING:
 
 
 class RowInput:
-    """An input that lies in shared memory alone, or whose API process is being asked for it.
-
-    Args:
-        size: Its length in bytes.
-        ask: Asks the API process to send the input once more, as a pickle; `finish` must follow.
-    """
+    """An input that lies in shared memory alone, or whose API process is being asked for it."""
 
     def __init__(self, size: int, ask: Callable[["RowInput"], None]) -> None:
         self.nbytes = size
@@ -76,11 +71,7 @@ class OpaquePickler:
         return [self.dumps(value) for value in values]
 
     def dumps(self, value: Any) -> bytes:
-        """Return the pickle of one value.
-
-        Raises:
-            UnsendableValueError: The API process has not sent it.
-        """
+        """Return the pickle of one value."""
         if type(value) is Pickled:
             return value.data
         if type(value) is RowInput:
@@ -147,11 +138,7 @@ class _NoEvaluator(CostEvaluator):
 
 
 class HostAccess(ValueAccess):
-    """Access to inputs and outputs that are bytes.
-
-    Args:
-        range_size: Bytes of shared memory for each API process; 0 for no shared memory.
-    """
+    """Access to inputs and outputs that are bytes."""
 
     reader = OpaqueReader()
 
@@ -234,15 +221,7 @@ class TenantEvents(Protocol):
 
 
 class Tenant:
-    """An API process that the host serves.
-
-    Args:
-        id: Number of the tenant, which no other tenant of this host has.
-        connection: Its connection, owned by this object from now on.
-        max_frame_bytes: Longest body of a frame.
-        loop: The event loop.
-        events: The server.
-    """
+    """An API process that the host serves."""
 
     def __init__(
         self,

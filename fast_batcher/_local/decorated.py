@@ -109,13 +109,7 @@ class LoopSubmitter:
 
 
 class LocalBatcher:
-    """Batches the calls of one function.
-
-    Args:
-        function: Computes a batch.
-        settings: The options of the function.
-        is_aio: Run an async function on the event loop of its callers.
-    """
+    """Batches the calls of one function."""
 
     def __init__(self, function: Function, settings: DecoratorSettings, *, is_aio: bool) -> None:
         self._function = function
@@ -138,14 +132,7 @@ class LocalBatcher:
         self._finalizer: weakref.finalize[[], LocalBatcher] | None = None
 
     def process(self, items: Sequence[Any]) -> list[Any]:
-        """Block this thread until the outputs of zero or more items are computed.
-
-        Raises:
-            InferenceError: The function raised for an item; also an instance of the raised type.
-            OutputMismatchError: The function did not return one output per item.
-            QueueFullError: The queue has no room for all items; none was queued.
-            BatcherClosedError: The batcher was shut down.
-        """
+        """Block this thread until the outputs of zero or more items are computed."""
         if not items:
             return []
         self._reject_at_exit()
@@ -228,9 +215,6 @@ class LocalBatcher:
 
         A call from the function itself, or from a function that it waits for, returns at once. On
         an event loop, calls that were made earlier in this turn are settled, too.
-
-        Args:
-            cancel: True fails waiting items at once; False computes them.
         """
         for engine in self._close(cancel=cancel):
             with EngineWait(engine) as can_end:
@@ -334,24 +318,12 @@ class ListFormat:
         return (item, list) if isinstance(item, list) else ([item], itemgetter(0))
 
     def make_function(self, user_function: UserFunction, call: Any) -> Function:
-        """Make a function of a list of items.
-
-        Args:
-            user_function: The decorated function.
-            call: The same, bound if it is a method.
-        """
+        """Make a function of a list of items."""
         return Function(call, user_function.name, user_function.is_async, _list_outputs)
 
 
 class FeatureFormat:
-    """Items are rows of features; see `ListFormat` for the methods.
-
-    Args:
-        settings: The options of the function.
-
-    Raises:
-        ConfigurationError: `outputs` is invalid.
-    """
+    """Items are rows of features; see `ListFormat` for the methods."""
 
     copies = True
 
@@ -588,20 +560,7 @@ def decorate(
     small_batch_threshold: int,
     options: dict[str, Any],
 ) -> Any:
-    """Decorate a function, or return a decorator if there is no function yet.
-
-    Args:
-        kind: The class of the result.
-        written: The function or method below the decorator, None for a decorator with options.
-        batch_size: See `fast_batcher.dynamically`.
-        timeout_ms: See there.
-        small_batch_threshold: See there.
-        options: The other keyword arguments of the decorator.
-
-    Raises:
-        ConfigurationError: A value is wrong, or `written` cannot be decorated.
-        TypeError: The decorator has no option of this name.
-    """
+    """Decorate a function, or return a decorator if there is no function yet."""
     for name in options:
         if name not in kind.option_names:
             known = ("batch_size", "timeout_ms", "small_batch_threshold", *kind.option_names)

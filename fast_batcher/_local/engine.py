@@ -267,12 +267,7 @@ async def compute_inline(function: Function, items: Sequence[Any], batch_size: i
 
 
 def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> list[Any]:
-    """Run `compute_inline` in a thread that has no event loop.
-
-    Args:
-        computing: The coroutine of `compute_inline`.
-        is_async: Whether the function is async, and needs an event loop.
-    """
+    """Run `compute_inline` in a thread that has no event loop."""
     if is_async:
         with asyncio.Runner() as runner:
             return runner.run(computing)
@@ -323,15 +318,7 @@ class Counts:
 
 
 class Engine:
-    """Accepts requests from any thread, and settles each of them once.
-
-    Args:
-        function: Computes a batch.
-        settings: The options of the function.
-        counts: The function's counts, updated under the lock.
-        lock: Protects the scheduler and the counts. The engines of a function share it.
-        make_worker: Makes the worker of this engine.
-    """
+    """Accepts requests from any thread, and settles each of them once."""
 
     def __init__(
         self,
@@ -489,13 +476,7 @@ class Engine:
     def _note_late_error(
         self, batch: Batch, outcomes: Sequence[Any], open_ids: Container[int]
     ) -> None:
-        """Count and log a failure of a batch, unless a caller gets one or has got one before.
-
-        Args:
-            batch: The batch.
-            outcomes: Its outcomes, which are not delivered yet.
-            open_ids: Requests whose callers still wait.
-        """
+        """Count and log a failure of a batch, unless a caller gets one or has got one before."""
         pairs = zip(batch.requests, outcomes, strict=True)
         failed = [(request, one) for request, one in pairs if type(one) is Failure]
         if not failed or any(one.id in open_ids or has_failed(one) for one, _ in failed):
@@ -546,11 +527,7 @@ class Engine:
         return following
 
     def close(self, *, cancel: bool) -> None:
-        """Accept no more requests.
-
-        Args:
-            cancel: True fails waiting requests at once; False computes them first.
-        """
+        """Accept no more requests."""
         with self._lock:
             self._is_closing = True
             unanswered = self._scheduler.give_up() if cancel else []
@@ -650,12 +627,6 @@ class ThreadWorker(threading.Thread):
 
     Without a batch it blocks on its queue, without a time-out. The exit of the program waits for
     the thread, at most `EXIT_TIMEOUT` seconds if it computes.
-
-    Args:
-        engine: The engine whose batches it computes.
-
-    Raises:
-        RuntimeError: No thread can be started.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -735,12 +706,7 @@ async def _catch(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
 
 
 class TaskWorker:
-    """Computes the batches of an async function, in one task at a time.
-
-    Args:
-        loop: The event loop of the tasks; `compute` is called on it.
-        engine: The engine whose batches it computes.
-    """
+    """Computes the batches of an async function, in one task at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
         self._engine = engine

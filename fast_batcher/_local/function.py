@@ -69,11 +69,7 @@ class AioInferenceOptions(AioOptions, FeatureOptions, total=False):
 
 @dataclass(frozen=True)
 class DecoratorSettings:
-    """The options of one decorated function.
-
-    Raises:
-        ConfigurationError: A value is wrong.
-    """
+    """The options of one decorated function."""
 
     batch_size: int = 32
     timeout_ms: float = 5.0
@@ -166,11 +162,7 @@ def _check_whole_number(name: str, value: object, least: int, most: float) -> No
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A decorated function or method, and its binding behaviour.
-
-    Raises:
-        ConfigurationError: The function cannot be batched.
-    """
+    """A decorated function or method, and its binding behaviour."""
 
     # Takes the instance or class first if it is bound to one, then a batch.
     call: Callable[..., Any]
@@ -225,11 +217,7 @@ class Function:
     split: Callable[[Any, int], list[Any]]
 
     def outcomes(self, result: Any, count: int) -> list[Any]:
-        """Convert the function's result to one output or `Failure` per item.
-
-        Raises:
-            OutputMismatchError: The result is not one output per item.
-        """
+        """Convert the function's result to one output or `Failure` per item."""
         outputs = self.split(result, count)
         # Checking each type once takes a fraction of the time of checking each output.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
@@ -273,11 +261,7 @@ def is_async(call: object) -> bool:
 
 
 def bind_weakly(call: Callable[..., Any], instance: object) -> Callable[[list[Any]], Any]:
-    """Bind a method to an instance without keeping the instance alive.
-
-    Raises:
-        ConfigurationError: The instance supports no weak references.
-    """
+    """Bind a method to an instance without keeping the instance alive."""
     try:
         reference = weakref.ref(instance)
     except TypeError as error:

@@ -59,9 +59,6 @@ class LiveWorkers:
 
     async def end(self, seconds: float) -> None:
         """Ask the workers to end, and terminate those left after `seconds`; wait for their deaths.
-
-        Args:
-            seconds: Time for the workers to end by themselves.
         """
         for worker in self:
             if worker.state is WorkerState.LOADING:
@@ -111,12 +108,7 @@ def note_open(pool: EndablePool) -> None:
 
 
 def end_pools(pools: list[EndablePool], grace: float) -> None:
-    """End these pools together: close the pipes, SIGTERM, SIGKILL. Blocks.
-
-    Args:
-        pools: The pools; this thread is that of their loop, or the loop does not run.
-        grace: Seconds in which the workers may end by themselves; with 0 they are killed at once.
-    """
+    """End these pools together: close the pipes, SIGTERM, SIGKILL. Blocks."""
     for pool in pools:
         pool.begin_end()
     if grace:
@@ -176,9 +168,6 @@ def _end_on_loop(
     """Schedule the end of pools on the thread of their event loop.
 
     If this thread ended them, both threads would release a worker that has just died.
-
-    Returns:
-        An event that is set once the pools have been ended.
     """
     has_ended = threading.Event()
 

@@ -25,11 +25,7 @@ THREAD_VARIABLES = (
 
 
 class CoreClaim:
-    """A batcher's claim to a share of the cores, from its construction to its close.
-
-    Args:
-        num_workers: Workers of the batcher in this process.
-    """
+    """A batcher's claim to a share of the cores, from its construction to its close."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -50,11 +46,7 @@ _claims: "weakref.WeakKeyDictionary[CoreClaim, None]" = weakref.WeakKeyDictionar
 
 
 def thread_share(num_workers: int) -> int:
-    """Divide the cores among the workers of all batchers of this process.
-
-    Args:
-        num_workers: Workers of the batcher that asks, whose claim may have been released.
-    """
+    """Divide the cores among the workers of all batchers of this process."""
     # Another thread may construct a batcher meanwhile: a list of references is taken at once.
     owners = [reference() for reference in _claims.keyrefs()]
     claimed = sum(owner.num_workers for owner in owners if owner is not None)
@@ -64,14 +56,7 @@ def thread_share(num_workers: int) -> int:
 def worker_environment(
     environ: Mapping[str, str], threads: int, visible_devices: str | None
 ) -> dict[str, str]:
-    """Copy `environ` for a worker, and limit its numeric threads.
-
-    Args:
-        environ: The environment variables of the parent. Variables of threads that the user has
-            set keep their values.
-        threads: Threads of each numeric library.
-        visible_devices: Value for CUDA_VISIBLE_DEVICES, None for the one of the parent.
-    """
+    """Copy `environ` for a worker, and limit its numeric threads."""
     # Other threads may remove variables during the copy.
     present = ((name, environ.get(name)) for name in list(environ))
     own = {name: value for name, value in present if value is not None}

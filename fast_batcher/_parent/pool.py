@@ -55,12 +55,7 @@ logger = logging.getLogger("fast_batcher")
 
 
 class WorkerLog:
-    """The changes of the workers of one pool.
-
-    Args:
-        name: The batcher's name.
-        observers: Told about each change.
-    """
+    """The changes of the workers of one pool."""
 
     def __init__(self, name: str, observers: Observers) -> None:
         self._name = name
@@ -102,16 +97,7 @@ MAIN_GUARD = (
 
 
 class Starter:
-    """Starts the workers of one pool.
-
-    Args:
-        thread: Starts the processes. It lives as long as the workers, because on Linux the kernel
-            ends them when the *thread* that forked them ends.
-        timeout: Seconds that a worker may take to load its model.
-        live: The live workers of the pool; started workers are added.
-        start_failed: Called with a worker that could not be started, or did not load in time.
-        log: Notes the workers that were started.
-    """
+    """Starts the workers of one pool."""
 
     def __init__(
         self,
@@ -215,14 +201,7 @@ def make_replicas(model_spec: ModelSpec, settings: Settings) -> list[Replica]:
 
 
 class Reloading:
-    """A reload that runs; `done` has its outcome.
-
-    Args:
-        replicas: The pool's workers, by index.
-        after: The model to load.
-        start: Starts the successor of a replica's worker.
-        name: The batcher's name, for the log.
-    """
+    """A reload that runs; `done` has its outcome."""
 
     def __init__(
         self,
@@ -309,14 +288,6 @@ class Pool:
     """The `num_workers` workers of a batcher, on one event loop at a time.
 
     Each process has an id; `id % num_workers` is its index among the workers.
-
-    Args:
-        model_spec: The model that the workers load.
-        settings: The batcher's settings.
-        events: The listener.
-        memory: The shared memory, which the pool closes when it ends.
-        observers: Told about each worker.
-        name: The batcher's name, for threads and logs.
     """
 
     def __init__(
@@ -437,18 +408,11 @@ class Pool:
         """Dispatch the frames that have arrived from the ready workers.
 
         Do not call it while a frame is being dispatched: the frame would be overwritten.
-
-        Returns:
-            The ids of workers from which a frame has arrived in part.
         """
         return [worker.id for worker in [*self._serving.values()] if worker.read_all()]
 
     def find_sending(self) -> list[tuple[int, int | None]]:
-        """Return the workers to which a batch is still being sent.
-
-        Returns:
-            The worker's id, and the id of the batch that it began last, None without one.
-        """
+        """Return the workers to which a batch is still being sent."""
         workers = [*self._serving.values()]
         return [(worker.id, worker.read_begun()) for worker in workers if worker.is_sending()]
 
@@ -519,13 +483,7 @@ class Pool:
     # Starting and replacing.
 
     async def reload(self, model_spec: ModelSpec) -> None:
-        """Replace the workers, one by one, by workers with another model.
-
-        Raises:
-            WorkerStartupError: A worker could not load it; all workers have the model of before.
-            BatcherClosedError: The pool was ended meanwhile.
-            ConfigurationError: A reload runs.
-        """
+        """Replace the workers, one by one, by workers with another model."""
         if self.reloading is not None:
             raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
         self.reloading = Reloading(self._replicas, model_spec, self._start, self._name)

@@ -52,14 +52,7 @@ Fill = Callable[[bool], None]
 
 
 class SharedInputSender:
-    """Sends batches through the memory that is shared with the workers, and keeps the leases.
-
-    Args:
-        memory: The shared memory, and the thread for large copies.
-        settings: The batcher's settings.
-        send_in_band: Sends a batch through the pipe, if the system has no memory for it.
-        name: The batcher's name, for logs.
-    """
+    """Sends batches through the memory that is shared with the workers, and keeps the leases."""
 
     def __init__(
         self,
@@ -84,13 +77,7 @@ class SharedInputSender:
         self._most_batches = most_batches(link.stages)
 
     def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """Remove a dead worker, and end its leases.
-
-        Args:
-            worker_id: The worker.
-            inherited: Id of the last batch that the worker's children may still view, or None. The
-                slabs of this batch and of earlier ones are never freed.
-        """
+        """Remove a dead worker, and end its leases."""
         for batch_id, leased in self._leases.pop(worker_id, {}).items():
             if inherited is not None and batch_id <= inherited:
                 for slab in leased:
@@ -104,12 +91,7 @@ class SharedInputSender:
         return isinstance(slabs, Slabs)
 
     def send_staged(self, batch: Batch, link: WorkerLink) -> bool:
-        """Send a batch if all of its inputs are staged; otherwise return False and do nothing.
-
-        Args:
-            batch: The batch; its first request has a staged input.
-            link: Its worker.
-        """
+        """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
         inputs: list[StagedInput] = []
         leased: dict[Slab, None] = {}
         for request in batch.requests:
@@ -139,11 +121,6 @@ class SharedInputSender:
         """Send a batch; if there is no room for it, return False and do nothing.
 
         Call it only if `is_available` returned True.
-
-        Args:
-            batch: The batch.
-            pickled: Its pickled inputs, which are released when they have been copied.
-            link: Its worker.
         """
         slabs = self._memory.slabs
         assert isinstance(slabs, Slabs), "the caller has asked"
@@ -172,11 +149,7 @@ class SharedInputSender:
         return True
 
     def free(self, worker_id: int, batch_ids: list[int]) -> None:
-        """End the leases of batches that a worker does not view any more.
-
-        Raises:
-            KeyError: The worker has no lease of one of them.
-        """
+        """End the leases of batches that a worker does not view any more."""
         leases = self._leases.get(worker_id)
         if leases is not None:
             for batch_id in batch_ids:
@@ -297,15 +270,7 @@ class InputPickler(Protocol):
 
 
 class BatchSender:
-    """Sends batches to ready workers, and ends their leases on shared inputs.
-
-    Args:
-        settings: The batcher's settings.
-        memory: Memory that is shared with the workers, and the thread for large copies.
-        events: The listener.
-        name: The batcher's name, for logs.
-        pickler: Pickles the inputs.
-    """
+    """Sends batches to ready workers, and ends their leases on shared inputs."""
 
     def __init__(
         self,
@@ -331,29 +296,14 @@ class BatchSender:
         self._shared_inputs.add_worker(link)
 
     def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """Remove a dead worker, and end its leases.
-
-        Args:
-            worker_id: The worker.
-            inherited: Id of the last batch whose inputs the worker's children may still view, or
-                None.
-        """
+        """Remove a dead worker, and end its leases."""
         self._links.pop(worker_id, None)
         self._shared_inputs.remove_worker(worker_id, inherited)
 
     def send(
         self, batch: Batch, contexts: Sequence[bytes] = ()
     ) -> list[tuple[Request, BatcherError]]:
-        """Send a batch to its worker.
-
-        Args:
-            batch: The batch.
-            contexts: Pickled context managers for its computation.
-
-        Returns:
-            Requests whose input cannot be sent, each with its error. The caller removes them from
-            the batch; the worker gets the others.
-        """
+        """Send a batch to its worker."""
         requests = batch.requests
         link = self._links[batch.worker]
         if contexts:
@@ -426,20 +376,12 @@ class BatchSender:
         self._links[batch.worker].skip(batch.id)
 
     def free(self, worker_id: int, frame: Frame) -> None:
-        """End the leases of the batches that a worker names in a FREED frame.
-
-        Raises:
-            KeyError: The worker has no lease of one of them.
-        """
+        """End the leases of the batches that a worker names in a FREED frame."""
         self._shared_inputs.free(worker_id, loads(frame.body))
 
 
 class PicklingWatch:
-    """Warns once if pickling inputs blocks the event loop.
-
-    Args:
-        name: The batcher's name, for the log.
-    """
+    """Warns once if pickling inputs blocks the event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -51,10 +51,6 @@ class JobThread:
     """Runs jobs on another thread, and tells the event loop when they are done.
 
     The thread is started with the first job, and lives until `stop`.
-
-    Args:
-        loop: The event loop on which `done` is called.
-        name: The thread's name.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
@@ -135,12 +131,6 @@ class MemoryService:
 
     `SharedInputSender` uses both, `Answers` the thread; the pool returns unused memory to the
     system with its heartbeat.
-
-    Args:
-        loop: The event loop, which is running.
-        max_shared_bytes: Most bytes of large inputs together; 0 for no shared memory, or for
-            memory that `slabs` is set to later.
-        name: The batcher's name, for the thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_shared_bytes: int, name: str) -> None:
@@ -287,13 +277,7 @@ class _Allocated(NamedTuple):
 
 
 class InputArena:
-    """Copies inputs into shared memory.
-
-    Args:
-        memory: The memory, and the thread for large copies.
-        settings: The batcher's settings.
-        warn: Called with the reason when there is no memory for an input.
-    """
+    """Copies inputs into shared memory."""
 
     def __init__(
         self, memory: MemoryService, settings: Settings, warn: Callable[[BaseException], None]
@@ -327,9 +311,6 @@ class InputArena:
 
     def stage(self, value: Any) -> StagedInput | None:
         """Copy a value into shared memory, now or on the copier thread; None if it is not staged.
-
-        Args:
-            value: An input whose type is in `probes`.
         """
         found = self.probes[type(value)](value, self._least, self._most)
         slabs = self._memory.slabs
@@ -370,15 +351,7 @@ class InputArena:
         return staged
 
     def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Make an array in shared memory for the app to fill; staging it later copies nothing.
-
-        Args:
-            dtype: A NumPy dtype.
-            shape: The shape of one input.
-
-        Returns:
-            The array, or None if an input of this size and dtype is not staged.
-        """
+        """Make an array in shared memory for the app to fill; staging it later copies nothing."""
         numpy: Any = sys.modules["numpy"]
         slabs = self._memory.slabs
         size = math.prod(shape) * dtype.itemsize

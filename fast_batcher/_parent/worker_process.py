@@ -161,11 +161,7 @@ class WorkerHandle(WorkerLink, Protocol):
         """Name in logs: the batcher, the worker's index and the process id."""
 
     def spawn(self) -> None:
-        """Start the process. Starter thread.
-
-        Raises:
-            OSError: The system has no room for another process.
-        """
+        """Start the process. Starter thread."""
 
     def attach(self, loop: AbstractEventLoop) -> None:
         """Watch the worker from this event loop; the previous loop, if any, is closed."""
@@ -264,14 +260,6 @@ class ChildProcess:
 
     Make it on a thread that outlives the process: on Linux a worker asks the kernel to end it with
     the thread that started it.
-
-    Args:
-        process: Target and arguments of the child; not used afterwards.
-        environment: All environment variables of the child.
-        cores: Cores to which the child is pinned, None for those of the calling thread. Linux.
-
-    Raises:
-        OSError: The system has no room for another process or for its pipes.
     """
 
     # `multiprocessing` uses this and `duplicate_for_child` while it pickles a descriptor.
@@ -320,11 +308,7 @@ class ChildProcess:
         return self._sentinel if self._pidfd is None else self._pidfd
 
     def take_exit_code(self) -> int | None:
-        """Reap the dead process and return its exit code.
-
-        Returns:
-            Negative for a signal; None if another part of the program has reaped the process.
-        """
+        """Reap the dead process and return its exit code."""
         try:
             if sys.platform == "linux" and self._pidfd is not None:
                 info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
@@ -442,18 +426,7 @@ class _LiveProcess(NamedTuple):
 
 
 class WorkerProcess:
-    """Handle of a worker process, the pool's `WorkerHandle`. A replacement is another object.
-
-    Args:
-        id: Number of this process among all processes that the pool starts.
-        model_spec: The model that it loads.
-        settings: The batcher's settings.
-        placement: Its device.
-        slabs: Shared memory for large inputs, or None.
-        events: Receives its start and its death: the pool.
-        on_frame: Called with its id and each frame once it is ready.
-        name: The batcher's name, for logs.
-    """
+    """Handle of a worker process, the pool's `WorkerHandle`. A replacement is another object."""
 
     def __init__(
         self,
@@ -505,11 +478,7 @@ class WorkerProcess:
     # Start.
 
     def spawn(self) -> None:
-        """Start the process. Starter thread.
-
-        Raises:
-            OSError: The system has no room for another process.
-        """
+        """Start the process. Starter thread."""
         settings, placement = self._settings, self._placement
         ours, theirs = open_pipes(_context)
         receiver, sender = open_log_sockets()

@@ -67,11 +67,7 @@ class _Delivery(NamedTuple):
 
 
 class Deliveries:
-    """Outputs of which some callers have no copy yet.
-
-    Args:
-        settle: Called with a caller and its copy.
-    """
+    """Outputs of which some callers have no copy yet."""
 
     def __init__(self, settle: Callable[[Request, Any], None]) -> None:
         self._settle = settle
@@ -166,13 +162,7 @@ def copy_output(output: Any) -> Any:
 
 
 class _Computation:
-    """The search for one output; the caller of its request.
-
-    Args:
-        key: Key of the output.
-        end: Called with this computation and its output or error.
-        is_cacheable: Whether the output may be cached.
-    """
+    """The search for one output; the caller of its request."""
 
     def __init__(
         self,
@@ -209,15 +199,7 @@ class _Computation:
 
 
 class CachedCalls:
-    """Looks the outputs of calls up, and lets a session compute the missing ones.
-
-    Args:
-        inner: The session that computes.
-        settings: The batcher's settings, with a cache.
-        ledger: Has the counts.
-        name: The batcher's name.
-        weights: Part of the keys: see `ModelSpec.weights`.
-    """
+    """Looks the outputs of calls up, and lets a session compute the missing ones."""
 
     def __init__(
         self, inner: Session, settings: Settings, ledger: Ledger, name: str, weights: str
@@ -294,12 +276,7 @@ class CachedCalls:
         return self._inner.has_room(request, ahead + self.looked_up)
 
     def _make_key(self, request: Request) -> Any:
-        """Return the key of an output: of the input, the method and the weights.
-
-        Raises:
-            ConfigurationError: The user's function raised, or its result is not hashable.
-            Exception: The input cannot be pickled.
-        """
+        """Return the key of an output: of the input, the method and the weights."""
         key = self._key_of(request.value)
         method = method_of(request.group)
         named = [] if method is None else [method.name]
@@ -536,15 +513,7 @@ def _is_late(error: BaseException, request: Request) -> bool:
 
 
 class CachingSession:
-    """A `Session` with a cache before another session.
-
-    Args:
-        inner: The session that computes.
-        settings: The batcher's settings, with a cache.
-        ledger: Has the counts.
-        name: The batcher's name.
-        weights: Part of the keys: see `ModelSpec.weights`.
-    """
+    """A `Session` with a cache before another session."""
 
     def __init__(
         self, inner: Session, settings: Settings, ledger: Ledger, name: str, weights: str

@@ -34,14 +34,6 @@ async def process_many(
 
     While requests of the call are in flight, the next one waits until the queue has room for it; a
     request of a call that has none in flight is accepted or rejected at once.
-
-    Args:
-        find_session: Returns the session that accepts calls now, or raises.
-        values: The inputs.
-        settings: The batcher's settings.
-        timeout: Seconds for all inputs together, None for the batcher's `timeout`.
-        priority: Priority of each input.
-        method: Name of the method of a model that has several; None for `infer`.
     """
     priority = checked_priority(priority)
     limit = settings.timeout if timeout is None else checked_timeout(timeout)
@@ -94,12 +86,7 @@ class CallMany(Protocol):
 
 
 class BatchMethod(Generic[InputT, OutputT]):
-    """A method of a model that is marked with `batchable`, for callers.
-
-    Args:
-        call_many: Waits for many outputs.
-        name: The method's name.
-    """
+    """A method of a model that is marked with `batchable`, for callers."""
 
     def __init__(self, call_many: CallMany, name: str) -> None:
         self._call_many = call_many
@@ -123,12 +110,7 @@ class BatchMethod(Generic[InputT, OutputT]):
 
 
 class BatchMethods:
-    """The `batchable` methods of a model as attributes.
-
-    Args:
-        call_many: Waits for many outputs.
-        names: Names of the methods.
-    """
+    """The `batchable` methods of a model as attributes."""
 
     def __init__(self, call_many: CallMany, names: Sequence[str]) -> None:
         self._methods = {name: BatchMethod[Any, Any](call_many, name) for name in names}
@@ -151,11 +133,7 @@ class BatchMethods:
     def find(
         self, function: Callable[[Any, list[InputT]], Sequence[OutputT | Exception]]
     ) -> BatchMethod[InputT, OutputT]:
-        """Return the method of the model's class, with its types: `find(Embedder.embed_text)`.
-
-        Raises:
-            ConfigurationError: It is no batchable method of the model.
-        """
+        """Return the method of the model's class, with its types: `find(Embedder.embed_text)`."""
         name = getattr(function, "__name__", "")
         if name not in self._methods:
             raise ConfigurationError(
@@ -166,12 +144,7 @@ class BatchMethods:
 
 
 class ThreadCalls:
-    """Requests that the event loop's thread has not taken yet.
-
-    Args:
-        find_session: Returns the session that accepts calls now, or raises the error
-            for the caller.
-    """
+    """Requests that the event loop's thread has not taken yet."""
 
     def __init__(self, find_session: Callable[[], Session]) -> None:
         self._find_session = find_session

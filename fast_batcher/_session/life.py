@@ -38,11 +38,7 @@ _NO_THREAD = -1
 
 
 class LoopBinding:
-    """Binds a session to the event loop that runs now, until it is bound to another one.
-
-    Args:
-        name: The batcher's name, for errors.
-    """
+    """Binds a session to the event loop that runs now, until it is bound to another one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -143,11 +139,7 @@ class Owners:
         self._owners.remove(owner)
 
     def leave(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Remove an owner of this loop.
-
-        Returns:
-            Whether the batcher must be closed: the owner was the last one, or there was none.
-        """
+        """Remove an owner of this loop."""
         # Owners of one loop are interchangeable, except that owners of earlier openings go first.
         owners = [one for one in self._owners if one.loop is loop]
         if not owners:
@@ -172,12 +164,6 @@ def call_on_sigterm(
 
     Outside the main thread, which alone may set handlers, only a warning is logged: test clients
     run an app's lifespan in another thread.
-
-    Args:
-        loop: The event loop on which the function is called.
-        function: The function.
-        name: The batcher's name, for the log.
-        delay: As for `call_on_signal`.
     """
     if not _is_main_thread():
         logger.warning(
@@ -216,13 +202,6 @@ def call_on_signal(
     """Call a function on the loop at each such signal during the block, then the previous handler.
 
     Only in the main thread.
-
-    Args:
-        number: The signal.
-        loop: The event loop on which the function is called.
-        function: The function.
-        delay: Seconds from the first signal to the call of the previous handler, which a second
-            signal calls at once.
     """
     handler = _Handler(number, loop, function, delay)
     signal.signal(number, handler)
@@ -298,13 +277,7 @@ OPEN_IT = "`async with batcher` or `await batcher.open()` opens it"
 
 
 class Status:
-    """The state of one batcher.
-
-    Args:
-        name: The batcher's name, for errors and logs.
-        ledger: Counts rejected calls.
-        is_logged: Whether changes are logged.
-    """
+    """The state of one batcher."""
 
     def __init__(self, name: str, ledger: Ledger, *, is_logged: bool = True) -> None:
         self.name = name
@@ -422,11 +395,7 @@ class Status:
         )
 
     def reject_call(self, what: str) -> NoReturn:
-        """Raise the error for a call that is not accepted.
-
-        Args:
-            what: The reason if the batcher is neither broken nor closed.
-        """
+        """Raise the error for a call that is not accepted."""
         broken_error = self.broken_error()
         if broken_error is not None:
             raise broken_error

@@ -51,14 +51,7 @@ MOST_COST = 1e15
 
 
 class CostEvaluator:
-    """Sets the cost and the group of requests with the user's functions.
-
-    Args:
-        settings: Its `cost` returns a number above 0, at most `MOST_COST`; its `group_by` a key
-            that is hashable and equal to itself; `max_request_cost` limits the cost.
-        name: The batcher's name, for the log.
-        methods: The methods of a model that has several.
-    """
+    """Sets the cost and the group of requests with the user's functions."""
 
     def __init__(self, settings: Settings, name: str, methods: Sequence[Method] = ()) -> None:
         self._cost = settings.cost
@@ -259,13 +252,7 @@ class Counters:
 
 
 class Ledger:
-    """Ends and counts the requests of one batcher, from its first session to its last.
-
-    Args:
-        name: The batcher's name.
-        num_workers: Workers of the batcher.
-        observers: Told about each end.
-    """
+    """Ends and counts the requests of one batcher, from its first session to its last."""
 
     def __init__(self, name: str, num_workers: int = 1, observers: Sequence[Observer] = ()) -> None:
         self._name = name
@@ -274,14 +261,7 @@ class Ledger:
         self.observers = Observers(name, observers)
 
     def answer(self, batch: Batch, requests: list[Request], outcomes: list[Any]) -> None:
-        """Give the callers of an answered batch their outcomes.
-
-        Args:
-            batch: The batch.
-            requests: The batch's requests, without those that are tried again. Settled requests
-                are skipped.
-            outcomes: An output or a `Failure` for each request.
-        """
+        """Give the callers of an answered batch their outcomes."""
         is_observed = bool(self.observers.active)
         waiting = [one for one in requests if not one.is_settled] if is_observed else []
         ended: list[Outcome] = []
@@ -382,12 +362,7 @@ def is_beyond_reach(request: Request) -> bool:
 
 
 class Reports:
-    """Builds the error messages and log lines of one batcher.
-
-    Args:
-        name: The batcher's name.
-        settings: The limits that messages name.
-    """
+    """Builds the error messages and log lines of one batcher."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         self._name = name

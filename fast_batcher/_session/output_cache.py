@@ -19,12 +19,7 @@ EXITS = (KeyboardInterrupt, SystemExit)
 
 
 class OutputCache:
-    """The user's cache of the outputs of one batcher or one function.
-
-    Args:
-        cache: The user's cache.
-        name: Name of the batcher or function, for the log.
-    """
+    """The user's cache of the outputs of one batcher or one function."""
 
     def __init__(self, cache: Cache, name: str) -> None:
         self._cache = cache

@@ -112,12 +112,7 @@ class Session(Protocol):
         """Raise the priority of an accepted request, which may have been sent or have ended."""
 
     def has_room(self, request: Request, ahead: int = 0) -> bool:
-        """Return whether the queue has room for a request that has not been accepted yet.
-
-        Args:
-            request: The request.
-            ahead: Further requests that may be accepted before it.
-        """
+        """Return whether the queue has room for a request that has not been accepted yet."""
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
@@ -135,11 +130,7 @@ class Session(Protocol):
         """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
 
     def end(self, grace: float) -> None:
-        """Release everything, and block until the workers are dead.
-
-        Args:
-            grace: Seconds that the workers may take to end by themselves.
-        """
+        """Release everything, and block until the workers are dead."""
 
     def rebind(self, loop: AbstractEventLoop) -> None:
         """Continue on another event loop; the previous loop is closed.
@@ -154,18 +145,7 @@ REST_OF_FRAME = 0.05
 
 
 class Pump:
-    """The loop of one session.
-
-    Args:
-        scheduler: Makes the decisions.
-        sender: Sends batches.
-        pool: Reads the workers' frames, and replaces workers.
-        ledger: Settles and counts the requests.
-        evaluator: Calls the user's functions for each input.
-        status: Makes the error for calls while the batcher is broken.
-        reports: Makes errors and log lines.
-        loop: The event loop that serves the batcher.
-    """
+    """The loop of one session."""
 
     def __init__(
         self,
@@ -268,11 +248,7 @@ class Pump:
                 self._ledger.reject(request, to_error(), "internal error")
 
     def take_arrivals(self, now: float) -> None:
-        """Submit the arrivals to the scheduler, and fail the requests that it rejects.
-
-        Args:
-            now: The moment.
-        """
+        """Submit the arrivals to the scheduler, and fail the requests that it rejects."""
         arrivals, self.arrivals = self.arrivals, []
         if not arrivals:
             return
@@ -318,13 +294,7 @@ class Pump:
         self._wake_at(min(self._answering.values(), default=math.inf))
 
     def advance(self, now: float, *, has_read: bool = False) -> None:
-        """Submit the arrivals, poll the scheduler, carry out its actions, set the timer.
-
-        Args:
-            now: The moment.
-            has_read: As for `Scheduler.poll`. Frames cannot be read while a frame is handled, whose
-                memory would be overwritten.
-        """
+        """Submit the arrivals, poll the scheduler, carry out its actions, set the timer."""
         if self.arrivals:
             self.take_arrivals(now)
         actions, wake_at = self._scheduler.poll(now, has_read=has_read, answering=self._answering)
@@ -467,18 +437,7 @@ class OutcomeReader:
 
 
 class Answers:
-    """Reads the answers of one session's workers, and settles the requests.
-
-    Args:
-        scheduler: Finds the batch that a frame answers.
-        ledger: Settles and counts the requests.
-        pump: Dispatches the next batch before the present one is settled.
-        sender: Frees the shared inputs of batches that no worker views any more.
-        pool: Counts answered batches and pings; replaces workers.
-        memory: Copies large answers on its thread.
-        reports: Writes log lines.
-        reader: Reads outputs and errors.
-    """
+    """Reads the answers of one session's workers, and settles the requests."""
 
     def __init__(
         self,
@@ -515,12 +474,7 @@ class Answers:
         self._fragments.pop(worker, None)
 
     def take(self, worker: int, frame: Frame) -> None:
-        """Handle a frame of a ready worker.
-
-        Raises:
-            Exception: The frame is invalid. The requests of its batch have failed, and the pool
-                replaces the worker.
-        """
+        """Handle a frame of a ready worker."""
         kind, has_raised = frame.kind, False
         if kind is not _OUTPUT_ATOMS:
             if kind in KINDS_WITHOUT_OUTCOMES:
@@ -567,11 +521,7 @@ class Answers:
             self._fragments.setdefault(worker, []).extend(loads(frame.body))
 
     def _take_skipped(self, worker: int, frame: Frame) -> None:
-        """Handle that the worker has not computed a batch for which no caller waits.
-
-        Raises:
-            TransportError: A caller waits for it.
-        """
+        """Handle that the worker has not computed a batch for which no caller waits."""
         batch = self._scheduler.batch_done(monotonic(), worker, frame.batch_id, has_raised=True)
         assert batch is not None, "the caller has found it"
         if batch.open_count:
@@ -652,17 +602,7 @@ class Answers:
 def read_outcomes(
     frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
 ) -> list[Any]:
-    """Read the outcomes of a batch, by position.
-
-    Args:
-        frame: The last frame of the batch's answer.
-        earlier: Outcomes from earlier frames, or None.
-        count: Number of requests in the batch.
-        reader: Reads outputs and errors.
-
-    Raises:
-        TransportError: The frame is no answer, or has another number of outcomes.
-    """
+    """Read the outcomes of a batch, by position."""
     outcomes: list[Any]
     if frame.kind is _OUTPUT_ATOMS:
         outcomes = loads(frame.body)
@@ -692,11 +632,7 @@ class SharedOutcomes(NamedTuple):
     errors: dict[int, SerializedError]
 
     def read(self, count: int) -> list[Any]:
-        """Copy the outcomes out, unless that was done before, and free their memory.
-
-        Raises:
-            TransportError: The number of outcomes is not `count`, or the failures are invalid.
-        """
+        """Copy the outcomes out, unless that was done before, and free their memory."""
         outcomes = self.answer.load(_unreadable)
         if len(outcomes) != count:
             raise _wrong_count(len(outcomes), count)
@@ -707,11 +643,7 @@ class SharedOutcomes(NamedTuple):
         return outcomes
 
     def read_errors(self) -> dict[int, Failure]:
-        """Return the failures by position.
-
-        Raises:
-            TransportError: They are invalid.
-        """
+        """Return the failures by position."""
         try:
             return {
                 int(position): Failure(SerializedError(*error).to_error())
@@ -723,12 +655,7 @@ class SharedOutcomes(NamedTuple):
 
 
 def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOutcomes:
-    """Find the outcomes that a worker has left in its outbox.
-
-    Raises:
-        TransportError: The worker has no outbox.
-        Exception: The frame cannot be read.
-    """
+    """Find the outcomes that a worker has left in its outbox."""
     start, sizes, frozen, items, errors = loads(frame.body)
     if outbox is None:
         raise TransportError("a worker without an outbox has left something there")
@@ -783,15 +710,7 @@ class ValueAccess:
 
 
 class LocalSession:
-    """A `Session` with workers of its own.
-
-    Args:
-        model_spec: The model that the workers load.
-        settings: The batcher's settings.
-        status: The batcher's state, which the session changes, and its name.
-        ledger: Settles and counts the requests.
-        access: Access to inputs and outputs.
-    """
+    """A `Session` with workers of its own."""
 
     def __init__(
         self,
@@ -869,11 +788,7 @@ class LocalSession:
         self.pool.open()
 
     def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings, which were checked before.
-
-        Raises:
-            RuntimeError: The calling thread is not that of the event loop.
-        """
+        """Apply changed settings, which were checked before."""
         self.binding.require_own_thread("reconfigure()")
         self.pump.take_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
@@ -1016,11 +931,7 @@ class LocalSession:
         await self.pool.aclose()
 
     def end(self, grace: float) -> None:
-        """Close the session, and block until the workers are dead.
-
-        Args:
-            grace: Seconds that the workers may take to end by themselves.
-        """
+        """Close the session, and block until the workers are dead."""
         self._ledger.observers.unwatch_collector()
         self._fail_open_requests()
         self.pump.stop()

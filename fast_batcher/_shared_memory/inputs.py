@@ -103,11 +103,7 @@ def is_plain_dtype(dtype: Any) -> bool:
 
 
 def to_shape(shape: Any) -> tuple[int, ...]:
-    """Make a shape from one integer or several, of any integer type.
-
-    Raises:
-        TypeError: The argument is neither an integer nor an iterable of integers.
-    """
+    """Make a shape from one integer or several, of any integer type."""
     if isinstance(shape, str | bytes):  # a sequence of integers, if it is bytes or empty
         raise TypeError(f"{type(shape).__name__!r} object cannot be interpreted as a shape")
     try:
@@ -155,15 +151,7 @@ def _find_tensor_layout(torch: Any, tensor: Any, least: int, most: int) -> tuple
 
 
 def view_rows(layout: Layout, part: memoryview) -> tuple[list[Any], Any]:
-    """View adjacent inputs of one layout.
-
-    Args:
-        layout: The layout of each input.
-        part: The memory of one or more inputs; the views keep it.
-
-    Returns:
-        The inputs, and the array whose rows they are, None if they are tensors.
-    """
+    """View adjacent inputs of one layout."""
     if layout.is_tensor:
         size = layout.nbytes
         # Each from its own bytes: a slice of one tensor would be pickled with the whole tensor.
@@ -186,12 +174,7 @@ def unpack_layout(packed: bytes) -> Layout:
 
 
 class Slab:
-    """A range of the memory, which is taken as long as this object exists.
-
-    Args:
-        start: Start of the range, in bytes.
-        ended: Receives `start` when the last reference is dropped, on any thread.
-    """
+    """A range of the memory, which is taken as long as this object exists."""
 
     __slots__ = ("_ended", "start")
 
@@ -225,16 +208,6 @@ class Slabs:
     """Allocator and writer of slabs.
 
     Passed to a child process as an argument, it becomes the `SlabViews` of that process.
-
-    Args:
-        size: Most bytes in all slabs together.
-        fd: Descriptor of a file of another process, owned by this object from now on; -1 makes a
-            file.
-        base: Start of the range of that file, in bytes; a whole number of pages. Positions in the
-            memory count from here.
-
-    Raises:
-        OSError: The system does not provide such memory, or not of this size.
     """
 
     def __init__(self, size: int, fd: int = -1, base: int = 0) -> None:
@@ -262,11 +235,7 @@ class Slabs:
         return open_passed, (SlabViews, reduction.DupFd(self._fd), self.size)
 
     def duplicate_fd(self) -> int:
-        """Return a descriptor of the file for another process.
-
-        Raises:
-            OSError: The slabs have been closed, or the process has too many descriptors.
-        """
+        """Return a descriptor of the file for another process."""
         with self._in_use():
             return os.dup(self._fd)
 
@@ -317,17 +286,7 @@ class Slabs:
         *,
         releases_gil: bool,
     ) -> None:
-        """Copy buffers into a section of a slab. Any thread.
-
-        Args:
-            section: The section; no other thread may write it meanwhile.
-            pieces: The offset of each piece in the section, and its contiguous bytes.
-            releases_gil: Release the GIL during large copies; costs 2 us per large piece.
-
-        Raises:
-            OSError: There is no memory left, the slabs have been closed, or the memory of a
-                volatile piece was freed meanwhile.
-        """
+        """Copy buffers into a section of a slab. Any thread."""
         with self._in_use():
             self._get_memory(section)
             for offset, piece in pieces:
@@ -337,9 +296,6 @@ class Slabs:
         """Return a view of a section of a slab for the app to write; it does not keep the slab.
 
         The view's `obj` lives as long as any view that was made from it.
-
-        Raises:
-            OSError: There is no memory left, or the slabs have been closed.
         """
         with self._in_use():
             self._get_memory(section)
@@ -369,11 +325,7 @@ class Slabs:
         return Section(Slab(begin, self._ended), begin, end - begin, begin)
 
     def punch(self, section: Section) -> None:
-        """Return the memory of a section of a slab to the system. Any thread.
-
-        Raises:
-            OSError: The system cannot take it back, or the slabs have been closed.
-        """
+        """Return the memory of a section of a slab to the system. Any thread."""
         with self._in_use():
             punch(self._fd, self.base + section.start, section.length)
 
@@ -458,12 +410,7 @@ class Slabs:
 
 
 class _Lease:
-    """Lease of a batch, which is free when the last reference to its lease is dropped.
-
-    Args:
-        batch_id: The batch.
-        freed: Receives `batch_id` when the last reference is dropped, on any thread.
-    """
+    """Lease of a batch, which is free when the last reference to its lease is dropped."""
 
     __slots__ = ("_freed", "batch_id")
 
@@ -497,10 +444,6 @@ class SlabViews:
 
     The model may write into a batch: no other process reads it while there is a view, and arrays
     that the app may read again are viewed with `view_apart`.
-
-    Args:
-        fd: Descriptor of the file, owned by this object from now on.
-        size: Length of the file in bytes.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -551,13 +494,6 @@ class SlabViews:
         """Return a copy-on-write view of a part of a batch: writes stay in this process.
 
         The system copies only the pages that are written.
-
-        Args:
-            view: A view of the part, which the new view keeps.
-            start: Start of the part in the memory.
-
-        Raises:
-            OSError: This process may not map that much memory.
         """
         before = start % mmap.ALLOCATIONGRANULARITY
         private = _PrivateMap(self._fd, before + len(view), mmap.MAP_PRIVATE, offset=start - before)
@@ -574,11 +510,7 @@ class SlabViews:
         return freed
 
     def close(self) -> None:
-        """Unmap the memory.
-
-        Raises:
-            BufferError: There are views.
-        """
+        """Unmap the memory."""
         self._memory.close()
         self._close_fd()
 

@@ -50,16 +50,7 @@ RESTS_TO_KEEP_MEMORY = 12
 
 
 class OutboxWriter:
-    """Puts answers into the outbox of this worker.
-
-    Args:
-        fd: Descriptor of the file, owned by this object from now on.
-        size: Length of the file in bytes.
-        least: Bytes from which on a buffer is kept out of the pickle.
-
-    Raises:
-        OSError: This process may not map that much memory.
-    """
+    """Puts answers into the outbox of this worker."""
 
     def __init__(self, fd: int, size: int, least: int) -> None:
         self.least = least
@@ -79,11 +70,7 @@ class OutboxWriter:
         at_fork(self, in_child=OutboxWriter.close)
 
     def put(self, pickled: "OutOfBandPickle") -> int | None:
-        """Write an answer; return its start, or None if there is no room for it.
-
-        Raises:
-            OSError: There is no memory left.
-        """
+        """Write an answer; return its start, or None if there is no room for it."""
         self._free_copied()
         start = self._ranges.take(HEADER_SIZE + pickled.size)
         if start is None:
@@ -151,13 +138,6 @@ class OutboxReader:
     """Finds the answers of one worker in its outbox.
 
     Passed to a child process as an argument, it becomes the `OutboxWriter` of that process.
-
-    Args:
-        size: Most bytes of all answers that have not been copied yet.
-        least: Bytes from which on a buffer is kept out of the pickle.
-
-    Raises:
-        OSError: The system does not provide such memory, or not of this size.
     """
 
     def __init__(self, size: int, least: int) -> None:
@@ -177,17 +157,7 @@ class OutboxReader:
     def find(
         self, start: int, sizes: list[int], read_only: list[int], items: list[tuple[int, int]]
     ) -> "Answer":
-        """Find an answer that the worker has left.
-
-        Args:
-            start: Start of the answer, as `OutboxWriter.put` returned it.
-            sizes: Bytes of its stream, and of each buffer.
-            read_only: The numbers of its read-only buffers.
-            items: The bytes and buffers of each output; see `OutOfBandPickle.items`.
-
-        Raises:
-            TransportError: The numbers do not describe an answer in this memory.
-        """
+        """Find an answer that the worker has left."""
         if not self.is_used:
             self.is_used = True
             keep_freed_memory()
@@ -221,14 +191,7 @@ class OutboxReader:
 
 
 class Answer:
-    """Outputs of a batch in an outbox.
-
-    Args:
-        slab: The memory of the outputs, with the header before them.
-        sizes: Bytes of their stream, and of each buffer.
-        read_only: Numbers of the buffers that become `bytes`; the others become `bytearray`.
-        items: The bytes and buffers of each output; see `OutOfBandPickle.items`.
-    """
+    """Outputs of a batch in an outbox."""
 
     def __init__(
         self,
@@ -248,14 +211,7 @@ class Answer:
         self._copies: list[bytes | bytearray] = []
 
     def copy(self, *, releases_gil: bool) -> None:
-        """Copy the buffers out of the outbox, ahead of `load`. Any thread.
-
-        Args:
-            releases_gil: Release the GIL during large copies.
-
-        Raises:
-            MemoryError: There is no memory left; `load` tries again.
-        """
+        """Copy the buffers out of the outbox, ahead of `load`. Any thread."""
         for index in range(len(self._copies), len(self._buffers)):
             buffer = self._buffers[index]
             kind = bytes if index in self._read_only else bytearray
@@ -263,11 +219,7 @@ class Answer:
             self._copies.append(copy_releasing(kind, buffer) if is_long else kind(buffer))
 
     def load(self, on_error: "Callable[[BaseException], Any]") -> list[Any]:
-        """Unpickle the outputs, and free their memory in the outbox.
-
-        Args:
-            on_error: Returns the substitute for an output that cannot be unpickled.
-        """
+        """Unpickle the outputs, and free their memory in the outbox."""
         try:
             self.copy(releases_gil=False)
             return load_items(self._stream, self._copies, self._items, on_error)

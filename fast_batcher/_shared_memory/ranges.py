@@ -67,9 +67,6 @@ def copy_buffer(target: int, piece: bytes | memoryview) -> None:
 
     Not for the event loop's thread: a thread that has released the GIL may wait up to 5 ms to get
     it again while another thread computes.
-
-    Raises:
-        BufferError: The bytes are not contiguous.
     """
     buffer = _Buffer()
     _get_buffer(piece, buffer, _SIMPLE)
@@ -118,11 +115,7 @@ def round_up(length: int) -> int:
 
 
 class Ranges:
-    """Allocator of ranges: the taken and the free parts of a file.
-
-    Args:
-        size: Length of the file in bytes; its last, incomplete page is not used.
-    """
+    """Allocator of ranges: the taken and the free parts of a file."""
 
     def __init__(self, size: int) -> None:
         whole = size // PAGE * PAGE
@@ -173,11 +166,7 @@ class Ranges:
             self.give_back(end)
 
     def give_back(self, start: int) -> None:
-        """Free a range.
-
-        Raises:
-            KeyError: No taken range starts there.
-        """
+        """Free a range."""
         end = self._taken.pop(start)
         # Merge with the free parts before and behind it.
         index = bisect_left(self._free, (start, end))

@@ -47,11 +47,7 @@ PIPE_SIZE = 1024 * 1024
 
 
 def open_pipes(context: "BaseContext") -> tuple[Ends, Ends]:
-    """Open two pipes, and return the ends of each side.
-
-    Args:
-        context: A `multiprocessing` context; its connections can be passed to its child processes.
-    """
+    """Open two pipes, and return the ends of each side."""
     occupy_stdio()
     first, into_first = context.Pipe(duplex=False)
     second, into_second = context.Pipe(duplex=False)
@@ -162,11 +158,7 @@ pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
 
 
 def unpack_header(header: bytes) -> tuple[Kind, int]:
-    """Return the kind and the length of the body of a frame that was read apart.
-
-    Raises:
-        TransportError: The bytes are not the header of a frame.
-    """
+    """Return the kind and the length of the body of a frame that was read apart."""
     magic, number, length, _, _ = _HEADER.unpack(header)
     kind = _find_kind(number)
     if magic != _MAGIC or kind is None:
@@ -175,13 +167,7 @@ def unpack_header(header: bytes) -> tuple[Kind, int]:
 
 
 class FrameReader:
-    """Cuts a stream of bytes, which may arrive in any pieces, into frames.
-
-    Args:
-        max_frame_bytes: Longest body that is accepted.
-        recv_into: Reads into a buffer and returns the number of bytes, 0 at the end of the stream,
-            None if no bytes are available.
-    """
+    """Cuts a stream of bytes, which may arrive in any pieces, into frames."""
 
     def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int | None]) -> None:
         self._max_frame_bytes = max_frame_bytes
@@ -199,12 +185,6 @@ class FrameReader:
         """Read once; return the first complete frame, or None until more bytes come.
 
         While there is a `rest`, `next_frame` may return more.
-
-        Raises:
-            BlockingIOError: No bytes are available.
-            EOFError: The stream has ended.
-            TransportError: The bytes are not a frame; the stream cannot be read any further.
-            OSError: An error of `recv_into`.
         """
         count = self._recv_into(self._space)
         if count is None:
@@ -221,11 +201,7 @@ class FrameReader:
         return self.next_frame()
 
     def next_frame(self) -> Frame | None:
-        """Return the next complete frame that has been read, or None until more bytes come.
-
-        Raises:
-            TransportError: The bytes are not a frame; the stream cannot be read any further.
-        """
+        """Return the next complete frame that has been read, or None until more bytes come."""
         start, rest = self._start, self.rest
         if rest < HEADER_SIZE:
             self._make_space()
@@ -276,12 +252,7 @@ class FrameReader:
 
 
 class BlockingChannel:
-    """Receives frames from the parent, and sends frames to it.
-
-    Args:
-        ends: The worker's ends of the pipes; the channel owns them from now on.
-        max_frame_bytes: Longest body that is accepted.
-    """
+    """Receives frames from the parent, and sends frames to it."""
 
     def __init__(self, ends: Ends, max_frame_bytes: int) -> None:
         self._ends = ends
@@ -290,11 +261,7 @@ class BlockingChannel:
         self._write = io.FileIO(sink, "w", closefd=False).write
 
     def receive(self) -> Frame | None:
-        """Wait for the next frame; None when the parent has closed its end.
-
-        Raises:
-            TransportError: The bytes that arrived are not a frame.
-        """
+        """Wait for the next frame; None when the parent has closed its end."""
         reader = self._reader
         frame = reader.next_frame() if reader.rest else None
         try:
@@ -312,18 +279,7 @@ class BlockingChannel:
         seconds: float = 0.0,
         ahead: bytes = b"",
     ) -> None:
-        """Send a frame; block until the pipe has taken all of it.
-
-        Args:
-            kind: The kind of the frame.
-            batch_id: The batch that it belongs to.
-            body: The bytes after the header.
-            seconds: Seconds that `infer` took.
-            ahead: Another frame, header and body, which is sent before it in the same write.
-
-        Raises:
-            OSError: The parent has closed its end.
-        """
+        """Send a frame; block until the pipe has taken all of it."""
         header = ahead + pack_header(kind, len(body), batch_id, seconds)
         if len(body) <= MAX_JOINED:
             self.send_packed(header + body)
@@ -332,11 +288,7 @@ class BlockingChannel:
             self.send_packed(body)
 
     def send_packed(self, data: bytes) -> None:
-        """Send bytes: a whole frame, or the next piece of a frame.
-
-        Raises:
-            OSError: The parent has closed its end.
-        """
+        """Send bytes: a whole frame, or the next piece of a frame."""
         written = self._write(data)
         # A signal handler of the model may have interrupted the call.
         while written < len(data):
@@ -373,16 +325,7 @@ class Reservation:
 
 
 class LoopChannel:
-    """Sends frames to one worker, and dispatches the frames from it.
-
-    Args:
-        ends: Ends to read from and to write to, which may be one socket; the channel owns them from
-            now on.
-        max_frame_bytes: Longest body that is accepted.
-        on_frame: Called with each frame, whose body is valid during the call only.
-        on_end: Called once: with None if the worker has closed its end, or with the error that ends
-            reading, which is invalid bytes or an exception of `on_frame`.
-    """
+    """Sends frames to one worker, and dispatches the frames from it."""
 
     def __init__(
         self,
@@ -472,9 +415,6 @@ class LoopChannel:
         """Dispatch the frames that have arrived, also after the worker has died.
 
         Do not call it from `on_frame`: the frame there would be overwritten.
-
-        Returns:
-            Whether a frame has arrived in part, and more of it than at the last call.
         """
         while self._read():
             pass

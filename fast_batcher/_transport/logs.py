@@ -104,12 +104,7 @@ class LogSettings:
 
 
 class RecordSender(logging.Handler):
-    """Handler that sends records without waiting.
-
-    Args:
-        sender: The worker's end of the sockets.
-        progress: Memory in which the lost records are counted.
-    """
+    """Handler that sends records without waiting."""
 
     def __init__(self, sender: socket.socket, progress: WorkerProgress) -> None:
         super().__init__()
@@ -137,13 +132,7 @@ RECORDS_PER_TURN = 20
 
 
 class LogReceiver:
-    """Receives the records of one worker.
-
-    Args:
-        receiver: The end of the sockets to receive from, which this object owns.
-        progress: Memory in which the worker counts the lost records.
-        attributes: Attributes that every record gets.
-    """
+    """Receives the records of one worker."""
 
     def __init__(
         self, receiver: socket.socket, progress: WorkerProgress, attributes: dict[str, object]

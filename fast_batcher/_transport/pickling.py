@@ -66,12 +66,7 @@ def _plain_dtypes(torch: Any) -> frozenset[Any]:
 
 
 def is_plain_tensor(torch: Any, tensor: Any) -> bool:
-    """Return whether dtype, shape and bytes in CPU memory describe a tensor completely.
-
-    Args:
-        torch: The module.
-        tensor: A `torch.Tensor`, not of a derived class.
-    """
+    """Return whether dtype, shape and bytes in CPU memory describe a tensor completely."""
     try:
         return (
             tensor.dtype in _plain_dtypes(torch)
@@ -97,11 +92,7 @@ def is_plain_tensor(torch: Any, tensor: Any) -> bool:
 
 
 class VolatileBuffer:
-    """Array interface to the bytes of a tensor, which its owner may free at any moment.
-
-    Args:
-        tensor: A contiguous tensor of bytes.
-    """
+    """Array interface to the bytes of a tensor, which its owner may free at any moment."""
 
     def __init__(self, tensor: Any) -> None:
         # This reference keeps the memory, unless the storage is resized.
@@ -127,12 +118,7 @@ def view_tensor(torch: Any, tensor: Any) -> Any:
 
 
 def rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Make a tensor that views this buffer, and keeps a reference to it.
-
-    Raises:
-        TypeError: The dtype is not one of `PLAIN_DTYPES`.
-        ValueError: The buffer's length does not match dtype and shape.
-    """
+    """Make a tensor that views this buffer, and keeps a reference to it."""
     import torch
 
     if dtype not in _plain_dtypes(torch):
@@ -209,15 +195,7 @@ def _format(error: BaseException) -> str | None:
 
 
 def dump_atoms(values: list[Any], limit: int) -> bytes | None:
-    """Pickle a list of values whose types are all in `ATOMS`.
-
-    Args:
-        values: The values.
-        limit: Total of characters and bytes below which the values are pickled.
-
-    Returns:
-        The pickle, or None if a value has another type or the total reaches the limit.
-    """
+    """Pickle a list of values whose types are all in `ATOMS`."""
     texts = values
     if not TEXTS.issuperset(map(type, values)):
         if not ATOMS.issuperset(map(type, values)):
@@ -227,12 +205,7 @@ def dump_atoms(values: list[Any], limit: int) -> bytes | None:
 
 
 def fragment(items: Iterable[bytes | SerializedError], max_frame_bytes: int) -> Iterator[bytes]:
-    """Pickle items as one or more lists that each fit into a frame.
-
-    Args:
-        items: Items that each fit into a frame alone.
-        max_frame_bytes: Most bytes of a pickled list.
-    """
+    """Pickle items as one or more lists that each fit into a frame."""
     part: list[bytes | SerializedError] = []
     # Starts with the overhead of the list itself.
     size = _ITEM_OVERHEAD
@@ -313,13 +286,7 @@ LEAST_SHARED = READ_SIZE
 
 
 class OutOfBandPickle:
-    """Pickled values with out-of-band buffers, all in pieces.
-
-    Args:
-        stream: The pickles, one behind the other.
-        buffers: Their buffers out of band; locked against being resized until `release`.
-        items: For each value, in order, its bytes in the stream and its number of buffers.
-    """
+    """Pickled values with out-of-band buffers, all in pieces."""
 
     def __init__(
         self,
@@ -361,14 +328,7 @@ def load_items(
     items: "Iterable[tuple[int, int]]",
     on_error: "Callable[[BaseException], Any]",
 ) -> list[Any]:
-    """Unpickle values from their stream and buffers.
-
-    Args:
-        stream: The pickles, one behind the other; the values do not refer to it.
-        buffers: The out-of-band buffers; arrays and tensors are views of them.
-        items: For each value its bytes in the stream and its number of buffers.
-        on_error: Returns the substitute for a value that cannot be unpickled.
-    """
+    """Unpickle values from their stream and buffers."""
     values = []
     begin = used = 0
     for length, count in items:
@@ -401,12 +361,7 @@ def view_pickle(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[me
 
 
 class OutOfBandPickler:
-    """Pickles the values of batches; for one thread.
-
-    Args:
-        least: Bytes from which on a buffer stays out of the stream.
-        makes_writable: Make read-only NumPy arrays writable on arrival.
-    """
+    """Pickles the values of batches; for one thread."""
 
     def __init__(self, least: int, *, makes_writable: bool = False) -> None:
         # A buffer of PIECE_SIZE or more costs the same in the stream and out of it.
@@ -419,20 +374,7 @@ class OutOfBandPickler:
     def pickle(
         self, values: "Sequence[Any]", may_share: "Callable[[], bool]"
     ) -> "list[bytes] | OutOfBandPickle":
-        """Pickle values one after the other, each for itself.
-
-        Args:
-            values: The values of one batch.
-            may_share: Returns whether there is shared memory for buffers. Called for large batches
-                until it has returned True.
-
-        Returns:
-            A pickle per value, or an `OutOfBandPickle` if the values are large and may be shared.
-
-        Raises:
-            BufferError: A value was resized meanwhile.
-            BaseException: Any exception of the user's code while a value is pickled.
-        """
+        """Pickle values one after the other, each for itself."""
         if not self._keeps_buffers:
             items = [self.dumps(value) for value in values]
             if sum(map(len, items)) < LEAST_SHARED or not may_share():
@@ -469,11 +411,7 @@ class OutOfBandPickler:
 
 
 class _Pickled:
-    """File-like target of a pickler that collects the pickles of one batch.
-
-    Args:
-        least: Bytes from which on a buffer stays out of the stream.
-    """
+    """File-like target of a pickler that collects the pickles of one batch."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -510,11 +448,7 @@ class _Pickled:
         return False
 
     def take(self) -> "list[bytes] | OutOfBandPickle":
-        """Return a pickle per value, or an `OutOfBandPickle` if they are worth sharing.
-
-        Raises:
-            BufferError: A value was resized meanwhile.
-        """
+        """Return a pickle per value, or an `OutOfBandPickle` if they are worth sharing."""
         stream = _hold(self._chunks)
         values: list[list[bytes | memoryview]] = []
         items: list[tuple[int, int]] = []
@@ -542,11 +476,7 @@ class _Reducers(dict[type, Any]):
 
 
 def make_reducers(torch: Any) -> dict[type, Any]:
-    """Make a dispatch table that reduces plain tensors to their bytes.
-
-    Args:
-        torch: The library, None if the program has not imported it.
-    """
+    """Make a dispatch table that reduces plain tensors to their bytes."""
     reducers = _Reducers()
     if hasattr(torch, "Tensor"):
         reducers[torch.Tensor] = functools.partial(_reduce_tensor, torch, 0)
@@ -554,11 +484,7 @@ def make_reducers(torch: Any) -> dict[type, Any]:
 
 
 def _hold(chunks: list[Any]) -> "list[bytes | memoryview]":
-    """Lock the pieces of a stream against being resized.
-
-    Raises:
-        BufferError: Another thread has resized one since its length was written into the stream.
-    """
+    """Lock the pieces of a stream against being resized."""
     stream = [_view(chunk) for chunk in chunks]
     # Other buffers were locked by their PickleBuffer from the beginning.
     for index, chunk in enumerate(chunks):

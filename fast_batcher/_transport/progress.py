@@ -26,11 +26,7 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 def make_memory_file(size: int) -> int:
-    """Make a file of `size` bytes and return its descriptor; on systems but Linux it is on disk.
-
-    Raises:
-        OSError: The system does not provide a file of this size.
-    """
+    """Make a file of `size` bytes and return its descriptor; on systems but Linux it is on disk."""
     # Covers the mapping, too, which duplicates the descriptor.
     occupy_stdio()
     fd = _open_memory_file()
@@ -43,22 +39,14 @@ def make_memory_file(size: int) -> int:
 
 
 def make_shared_file(size: int) -> int:
-    """Make a file of `size` bytes in memory for arrays, and return its descriptor.
-
-    Raises:
-        OSError: The system does not provide a file of this size, or is not Linux.
-    """
+    """Make a file of `size` bytes in memory for arrays, and return its descriptor."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "memory is shared on Linux only")
     return make_memory_file(size)
 
 
 def map_file(fd: int, size: int, start: int = 0) -> mmap.mmap:
-    """Map a part of a file into memory; close its descriptor on failure.
-
-    Raises:
-        OSError: This process may not map that much memory.
-    """
+    """Map a part of a file into memory; close its descriptor on failure."""
     try:
         return mmap.mmap(fd, size, offset=start)
     except OSError:
@@ -67,17 +55,7 @@ def map_file(fd: int, size: int, start: int = 0) -> mmap.mmap:
 
 
 def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:
-    """Make an object from a memory file that another process has passed to this one.
-
-    Args:
-        kind: The object's class, which takes ownership of the descriptor.
-        duplicate: The file's descriptor, as `multiprocessing` passes it.
-        arguments: The other arguments of the class.
-
-    Returns:
-        The object, or an error if this process may not map that much memory. The error is returned
-        because the worker can report it only after unpickling.
-    """
+    """Make an object from a memory file that another process has passed to this one."""
     try:
         return kind(duplicate.detach(), *arguments)
     except OSError as error:
@@ -85,11 +63,7 @@ def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:
 
 
 def punch(fd: int, start: int, length: int) -> None:
-    """Return the memory of a part of a file to the system; the part then reads as zeros.
-
-    Raises:
-        OSError: The system cannot take it back.
-    """
+    """Return the memory of a part of a file to the system; the part then reads as zeros."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
     if fallocate(fd, _KEEP_SIZE_AND_PUNCH_HOLE, start, length) != 0:
@@ -128,11 +102,7 @@ _SKIPPED = 4
 
 
 class _BatchId:
-    """Descriptor for a batch id in the shared numbers: None for no batch.
-
-    Args:
-        index: Position in the numbers.
-    """
+    """Descriptor for a batch id in the shared numbers: None for no batch."""
 
     def __init__(self, index: int) -> None:
         self._index = index

@@ -47,13 +47,7 @@ logger = logging.getLogger("fast_batcher.worker")
 
 
 class ReplyEncoder:
-    """Encodes the outputs of batches as frames.
-
-    Args:
-        outbox: Shared memory for large outputs, an error if it could not be made, None if the
-            settings turn it off.
-        max_frame_bytes: Longest body of a frame, and most bytes of an answer in the outbox.
-    """
+    """Encodes the outputs of batches as frames."""
 
     def __init__(self, outbox: OutboxWriter | OSError | None, max_frame_bytes: int) -> None:
         self._outbox = outbox if isinstance(outbox, OutboxWriter) else None
@@ -66,13 +60,7 @@ class ReplyEncoder:
         self._has_warned = False
 
     def pack(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
-        """Return the frames that answer a batch.
-
-        Args:
-            outputs: One per input; ignored at the positions of `errors`. An output that is an
-                exception fails its request.
-            errors: Known errors by position; errors found here are added.
-        """
+        """Return the frames that answer a batch."""
         body = None if errors else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
             return [(Kind.OUTPUT_ATOMS, body)]
@@ -194,11 +182,7 @@ Inputs = tuple[list[Any], dict[int, SerializedError], list[Piece]]
 
 
 class InputReader:
-    """Reads the inputs of batches, and reports batches whose shared memory is free.
-
-    Args:
-        slabs: Shared memory with large inputs, or None.
-    """
+    """Reads the inputs of batches, and reports batches whose shared memory is free."""
 
     def __init__(self, slabs: SlabViews | None) -> None:
         self._slabs = slabs
@@ -237,12 +221,7 @@ class InputReader:
         return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
-        """Return views of inputs in shared memory; a `SerializedError` for an unreadable one.
-
-        Args:
-            frame: The frame that names the memory.
-            pieces: Receives the memory.
-        """
+        """Return views of inputs in shared memory; a `SerializedError` for an unreadable one."""
         slabs = self._slabs
         assert slabs is not None, "the parent knows that it shares no memory"
         named = pickling.loads(frame.body)
@@ -291,13 +270,7 @@ _FATAL_SIGNS = (
 
 
 class BatchJob:
-    """A batch in the worker: first its inputs, then its outputs or the frames that answer it.
-
-    Args:
-        batch_id: The batch.
-        method: The name of the method that computes it.
-        contexts: Entered while the method computes it, None without any.
-    """
+    """A batch in the worker: first its inputs, then its outputs or the frames that answer it."""
 
     __slots__ = ("batch_id", "contexts", "errors", "method", "pieces", "reply", "seconds", "values")
 
@@ -340,16 +313,7 @@ class BatchJob:
 
 
 class BatchLoop:
-    """Main loop of a worker: answers batches with a model until the parent sends STOP.
-
-    Args:
-        channel: Channel to the parent.
-        models: The model as `collate_methods` returned it, by the name of the method.
-        progress: Shared memory from which the parent reads the current batches after this process
-            has died.
-        inputs: Reads the inputs of batches.
-        encoder: Encodes outputs as frames.
-    """
+    """Main loop of a worker: answers batches with a model until the parent sends STOP."""
 
     def __init__(
         self,
@@ -427,12 +391,7 @@ class BatchLoop:
         return job
 
     def compute(self, job: BatchJob, *, copies: bool = False) -> None:
-        """Call the model's method on a batch that has not failed; replace its inputs by outputs.
-
-        Args:
-            job: The batch.
-            copies: Whether the outputs must keep their values while the next batch is computed.
-        """
+        """Call the model's method on a batch that has not failed; replace its inputs by outputs."""
         if job.reply is not None:
             return
         if self._is_skipped(job.batch_id):

@@ -136,18 +136,7 @@ def worker_main(
     outbox: OutboxWriter | OSError | None,
     settings: WorkerSettings,
 ) -> None:
-    """Run a worker process from its start to its end; the first frame names the model.
-
-    Args:
-        ends: The worker's ends of its two pipes.
-        progress: Shared memory in which the worker records the batches it has.
-        logs: The socket and the levels of the worker's log.
-        slabs: Shared memory for large inputs, None if the settings turn it off, an error if this
-            process may not map it.
-        outbox: Shared memory for large answers, None if the settings turn it off, an error if it
-            could not be made.
-        settings: What the worker needs of the batcher's settings.
-    """
+    """Run a worker process from its start to its end; the first frame names the model."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is a child process"
     assert parent.pid is not None, "it was started"

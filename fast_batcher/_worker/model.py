@@ -82,17 +82,7 @@ def _list_installed() -> set[str]:
 def load_model(
     pickled: bytes | bytearray | memoryview, device: str | None = None, worker_index: int = 0
 ) -> Any:
-    """Instantiate the model.
-
-    Args:
-        pickled: `(class or "module:Class", args, kwargs)`.
-        device: The model's `device`, None for the one of its class.
-        worker_index: The model's `worker_index`.
-
-    Raises:
-        WorkerStartupError: The string does not name a model.
-        Exception: Any exception of the import or the constructor.
-    """
+    """Instantiate the model."""
     model, args, kwargs = pickling.loads(pickled)
     if isinstance(model, str):
         cls = _resolve(model)
@@ -117,12 +107,7 @@ def load_model(
 
 
 def _resolve(name: str) -> Any:
-    """Import the object that "module:Class" names.
-
-    Raises:
-        WorkerStartupError: There is no such module or attribute.
-        Exception: Any exception of an existing module during its import.
-    """
+    """Import the object that "module:Class" names."""
     module_name, _, path = name.partition(":")
     try:
         target: Any = importlib.import_module(module_name)
@@ -144,11 +129,7 @@ def _resolve(name: str) -> Any:
 
 
 def collate(model: Any) -> Any:
-    """Return a model that takes and returns lists: the model itself if it declares no collation.
-
-    Raises:
-        ConfigurationError: The attribute `collation` is not a `Collation`.
-    """
+    """Return a model that takes and returns lists: the model itself if it declares no collation."""
     collation = getattr(model, "collation", None)
     if collation is None:
         return model
@@ -172,12 +153,7 @@ def collate_methods(model: Any) -> dict[str, Any]:
 
 
 class OneMethod:
-    """A model whose `infer` is a method of another model.
-
-    Args:
-        infer: The method.
-        collation: As for `InferenceModel`.
-    """
+    """A model whose `infer` is a method of another model."""
 
     def __init__(self, infer: Callable[[Any], Any], collation: Collation | None) -> None:
         self.infer = infer
@@ -185,12 +161,7 @@ class OneMethod:
 
 
 class CollatedModel:
-    """Model that joins inputs before `infer`, and splits its outputs.
-
-    Args:
-        model: The user's model, whose `infer` takes and returns batches.
-        collation: Rules that join inputs and split outputs.
-    """
+    """Model that joins inputs before `infer`, and splits its outputs."""
 
     def __init__(self, model: Any, collation: Collation) -> None:
         self._model = model
@@ -202,17 +173,7 @@ class CollatedModel:
         return [] if warmup_inputs is None else list(warmup_inputs())
 
     def infer(self, inputs: list[Any]) -> list[Any]:
-        """Compute inputs in one or more calls of the model.
-
-        Returns:
-            One output per input. The output is an error for an input that cannot be joined, for an
-            input that differs from most of the others, and for every input of a call that did not
-            return rows.
-
-        Raises:
-            CollationError: The inputs differ, and no kind of them is more than half.
-            Exception: Any exception of the model.
-        """
+        """Compute inputs in one or more calls of the model."""
         outcomes: list[Any] = [None] * len(inputs)
         rows: dict[int, Row] = {}
         for position, value in enumerate(inputs):
@@ -276,16 +237,6 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     Each of the two sizes is then computed once more, and this second time counts. A worker that
     runs out of memory with a full batch starts nevertheless: the scheduler makes batches smaller
     when requests run out of memory, too.
-
-    Args:
-        model: The model; `warmup_inputs` is optional, and may return an empty list.
-        max_batch_size: Inputs of a full batch.
-
-    Returns:
-        Sizes and seconds; empty without inputs.
-
-    Raises:
-        WorkerStartupError: The model raised, or did not return one output per input.
     """
     try:
         return _compute_all(model, max_batch_size)

@@ -24,12 +24,7 @@ Calls = list[Future[Any]]
 
 
 class Stages:
-    """The optional methods `prepare` and `finish` of a model, and the threads that run them.
-
-    Args:
-        model: The model.
-        threads: Number of threads.
-    """
+    """The optional methods `prepare` and `finish` of a model, and the threads that run them."""
 
     def __init__(self, model: Any, threads: int) -> None:
         self._model = model
@@ -63,13 +58,7 @@ def _find_method(model: Any, name: str) -> Callable[[Any], Any] | None:
 
 
 class StagesInTurn:
-    """A model whose `infer` runs all stages.
-
-    Args:
-        stages: The first and the last stage.
-        infer: The stage between them.
-        warmup_inputs: Returns examples for the first stage.
-    """
+    """A model whose `infer` runs all stages."""
 
     def __init__(
         self,
@@ -93,12 +82,7 @@ class StagesInTurn:
 
 
 class StageLoop:
-    """Main loop of a worker whose model has more than one stage.
-
-    Args:
-        loop: Receives, computes and answers batches.
-        stages: The stages of the model's `infer`.
-    """
+    """Main loop of a worker whose model has more than one stage."""
 
     def __init__(self, loop: BatchLoop, stages: Stages) -> None:
         self._loop = loop
@@ -115,9 +99,6 @@ class StageLoop:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error.
 
         After a fatal error of `finish` the parent ends the process.
-
-        Raises:
-            BrokenPipeError: The parent has closed its end.
         """
         # Daemons: the reader may wait for a frame, and the sender for a finish that never ends,
         # when an error ends the process.

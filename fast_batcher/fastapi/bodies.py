@@ -177,12 +177,7 @@ async def read_array(
 def _find_shape(
     sizes: tuple[int, ...], dtype: "np.dtype[Any]", announced: int | None, max_bytes: int
 ) -> tuple[int, ...]:
-    """Return the shape of the array, with -1 replaced by the size that the body's length gives.
-
-    Raises:
-        BodyError: No array of this shape has the announced length, or it exceeds `max_bytes`.
-        ConfigurationError: Shape and dtype do not describe an array of numbers.
-    """
+    """Return the shape of the array, with -1 replaced by the size that the body's length gives."""
     step = dtype.itemsize * math.prod(size for size in sizes if size != -1)
     if dtype.hasobject or not dtype.itemsize or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
         raise ConfigurationError(
@@ -211,11 +206,7 @@ def client_has_gone() -> HTTPException:
 
 
 def _check_announced_length(request: Request, max_bytes: int) -> int | None:
-    """Return the Content-Length in bytes, None without a valid one.
-
-    Raises:
-        BodyError: The length is above `max_bytes`.
-    """
+    """Return the Content-Length in bytes, None without a valid one."""
     digits = request.headers.get("content-length", "")
     if not (digits.isascii() and digits.isdigit()):
         return None  # the bytes are counted as they arrive

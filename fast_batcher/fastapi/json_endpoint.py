@@ -81,11 +81,7 @@ class JsonEndpoint:
         await send({"type": "http.response.body", "body": content})
 
     def _refuse_dependencies(self, scope: Scope) -> None:
-        """Check that no dependency is declared for the route of a request.
-
-        Raises:
-            ConfigurationError: The app has dependencies, or the route may have some.
-        """
+        """Check that no dependency is declared for the route of a request."""
         router = scope["app"].router
         own = (one for one in router.routes if isinstance(one, Route) and one.endpoint is self)
         is_own = any(route.matches(scope)[0] is Match.FULL for route in own)
@@ -107,11 +103,7 @@ class JsonEndpoint:
         )
 
     def _validate(self, content: bytes) -> Any:
-        """Parse and validate the body of a request.
-
-        Raises:
-            RequestValidationError: The body is invalid.
-        """
+        """Parse and validate the body of a request."""
         try:
             return self._read(content)
         except ValidationError as error:
@@ -127,12 +119,7 @@ def _find_mount(scope: Scope) -> str:
 
 
 async def _read_json(scope: Scope, receive: Receive) -> bytes:
-    """Read a body whose Content-Type is JSON.
-
-    Raises:
-        HTTPException: 415 for any other Content-Type, which a page of another site could send with
-            the user's cookies; 499 if the client disconnected before the end of the body.
-    """
+    """Read a body whose Content-Type is JSON."""
     kind = b""
     for name, value in scope["headers"]:
         if name == b"content-type":
@@ -172,11 +159,7 @@ def _make_request_error(error: ValidationError, content: bytes) -> RequestValida
 
 
 def _read_annotations(predict: Callable[[Any], Awaitable[Any]]) -> tuple[Any, Any]:
-    """Return the types of the body and of the result of an endpoint.
-
-    Raises:
-        ConfigurationError: The function has other parameters, or lacks an annotation.
-    """
+    """Return the types of the body and of the result of an endpoint."""
     shape = "async def predict(body: In) -> Out"
     if not inspect.iscoroutinefunction(predict):
         raise ConfigurationError(f"JsonEndpoint({_name(predict)}): write {shape}")
