@@ -26,8 +26,7 @@ STEP_SHARE: Final = 8
 
 
 class SizeCap:
-    """Largest size of a batch for now: `max_batch_size`, or less after the model ran out of memory.
-    """
+    """Largest size of a batch for now: `max_batch_size`, or less after the model ran out of memory."""
 
     def __init__(self, most: int) -> None:
         self._most = most

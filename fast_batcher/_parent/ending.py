@@ -58,8 +58,7 @@ class LiveWorkers:
         return [worker for worker in self if worker.is_alive]
 
     async def end(self, seconds: float) -> None:
-        """Ask the workers to end, and terminate those left after `seconds`; wait for their deaths.
-        """
+        """Ask the workers to end, and terminate those left after `seconds`; wait for their deaths."""
         for worker in self:
             if worker.state is WorkerState.LOADING:
                 worker.kill()  # it has no batch to finish
