@@ -100,8 +100,8 @@ bench-all: bench-setup
 	$(MAKE) publish
 
 soak: install
-	$(PYTEST) tests/process/test_fault_matrix.py
-	$(BIN)/python -m tests.soak
+	$(PYTEST) tests/faults/test_fault_matrix.py
+	$(BIN)/python -m benchmarks.soak
 
 publish: install
 	$(BIN)/python -m benchmarks.publish

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 from programs import run_command
-from soak.report import Findings, make_table
-from soak.scenarios import SCENARIOS
+
+from benchmarks.soak.report import Findings, make_table
+from benchmarks.soak.scenarios import SCENARIOS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_short_form(scenario: str, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "tests.soak", scenario, "--short", "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.soak", scenario, "--short", "--json", str(path)]
     done = run_command(command, cwd=ROOT)
     assert path.exists(), done.stdout + done.stderr
     ((rows,),) = [[one["rows"] for one in json.loads(path.read_text())["scenarios"]]]

@@ -13,6 +13,9 @@ from typing import Any
 
 from sessions import session_of
 
+from benchmarks.soak.models import Item, Journal, read_journal, right_answer
+from benchmarks.soak.report import Findings
+from benchmarks.soak.watch import probing, worker_pids
 from fast_batcher import (
     BatcherError,
     DynBatcher,
@@ -21,9 +24,6 @@ from fast_batcher import (
     PoisonRequestError,
 )
 from fast_batcher._core import supervision
-from soak.models import Item, Journal, read_journal, right_answer
-from soak.report import Findings
-from soak.watch import probing, worker_pids
 
 # With two workers one may be killed while the other serves.
 WORKERS = 2

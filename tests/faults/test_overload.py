@@ -1,6 +1,6 @@
 """Overload on real workers: every caller gets an answer or an error, and the workers go on.
 
-How much is lost is shown in virtual time, in `tests/core/test_admission.py`.
+How much is lost is shown in virtual time, in `tests/unit/test_admission.py`.
 """
 
 import asyncio

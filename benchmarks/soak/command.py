@@ -8,8 +8,8 @@ from pathlib import Path
 from time import monotonic
 
 from benchmarks.harness import RESULTS, hardware
-from soak.report import Findings, as_data, make_table
-from soak.scenarios import SCENARIOS, USUAL, run_afresh
+from benchmarks.soak.report import Findings, as_data, make_table
+from benchmarks.soak.scenarios import SCENARIOS, USUAL, run_afresh
 
 
 def store(arguments: argparse.Namespace, all_findings: list[Findings], seconds: float) -> None:
@@ -33,7 +33,7 @@ def store(arguments: argparse.Namespace, all_findings: list[Findings], seconds: 
 
 def main() -> int:
     """Run what the command line names; return 0 if every bar is met."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], default=[])
     parser.add_argument("--short", action="store_true", help="a short form of each")
     parser.add_argument("--seed", type=int, default=20)

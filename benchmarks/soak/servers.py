@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from waits import LIMIT
 
-from soak.lives import ENVIRONMENT, free_port, until_ready
-from soak.report import Findings
+from benchmarks.soak.lives import ENVIRONMENT, free_port, until_ready
+from benchmarks.soak.report import Findings
 
 CONNECTIONS = 64
-APP = "soak.app:app"
+APP = "benchmarks.soak.app:app"
 GUNICORN = ("gunicorn", "--log-level", "error", "--worker-class", "uvicorn_worker.UvicornWorker")
 GRANIAN = ("granian", "--interface", "asgi", "--log-level", "error")
 # Commands without the option that names the port, which comes last.

@@ -14,11 +14,11 @@ from time import monotonic
 
 from fastapi import FastAPI
 
+from benchmarks.soak.lives import ENVIRONMENT, free_port, until_ready
+from benchmarks.soak.models import Works
+from benchmarks.soak.report import Findings, slope
+from benchmarks.soak.watch import descriptors, rss_bytes, worker_pids
 from fast_batcher import DynBatcher
-from soak.lives import ENVIRONMENT, free_port, until_ready
-from soak.models import Works
-from soak.report import Findings, slope
-from soak.watch import descriptors, rss_bytes, worker_pids
 
 RELOADS = 50
 CONNECTIONS = 16
@@ -77,7 +77,7 @@ async def s8(short: bool, _: int) -> Findings:
     await _reload(findings, 5 if short else RELOADS)
     seconds = 3.0 if short else 3600.0
     port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "soak.app:app", "--port", str(port)]
+    command = [sys.executable, "-m", "uvicorn", "benchmarks.soak.app:app", "--port", str(port)]
     environment = {**ENVIRONMENT, "SOAK_JOURNAL": os.devnull}
     server = subprocess.Popen(
         [*command, "--log-level", "error", "--no-access-log"], env=environment

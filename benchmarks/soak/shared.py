@@ -15,10 +15,10 @@ from time import monotonic
 
 from waits import LIMIT
 
-from soak.lives import ENVIRONMENT
-from soak.models import read_journal
-from soak.report import Findings
-from soak.watch import shared_names
+from benchmarks.soak.lives import ENVIRONMENT
+from benchmarks.soak.models import read_journal
+from benchmarks.soak.report import Findings
+from benchmarks.soak.watch import shared_names
 
 API_PROCESSES = 4
 # Seconds of the run, and from one kill to the next.
@@ -94,7 +94,7 @@ class Run:
 
     async def start(self) -> None:
         """Start an API process, and wait until its batcher is open."""
-        program = (sys.executable, "-m", "soak.sharer")
+        program = (sys.executable, "-m", "benchmarks.soak.sharer")
         pipe = asyncio.subprocess.PIPE
         environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": self.folder}
         process = await asyncio.create_subprocess_exec(

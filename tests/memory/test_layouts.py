@@ -110,7 +110,7 @@ WITHOUT = {
     "records": np.zeros(3, np.dtype((np.record, FIELDS))),
     "metadata of a field": np.zeros(3, [("x", np.dtype("f8", metadata={"unit": "m"}))]),
     "no axis": np.array(1.0),
-    # The others: `tests/transport/test_tensors.py`.
+    # The others: `tests/unit/test_tensors.py`.
     "a tensor that is not plain": torch.zeros(3, 4).T,
 }
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic, thread_time
 
-from soak.report import Findings, Histogram
+from benchmarks.soak.report import Findings, Histogram
 
 # Between two probes, seconds.
 PROBE_INTERVAL = 0.005

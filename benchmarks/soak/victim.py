@@ -3,9 +3,9 @@
 import asyncio
 import json
 
+from benchmarks.soak.models import Works
+from benchmarks.soak.watch import worker_pids
 from fast_batcher import BatcherError, DynBatcher
-from soak.models import Works
-from soak.watch import worker_pids
 
 
 async def main() -> None:

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from fastapi import Body, FastAPI
 
+from benchmarks.soak.models import Works
 from fast_batcher import DynBatcher
 from fast_batcher.fastapi import health_router, install_exception_handlers
-from soak.models import Works
 
 batcher = DynBatcher(Works, 8)
 app = FastAPI(lifespan=batcher.lifespan)

@@ -8,14 +8,14 @@ from typing import Any
 
 import uvloop
 
-from soak.kills import s1, s2
-from soak.lives import s3, s5, s7
-from soak.payloads import s6
-from soak.report import Findings
-from soak.servers import s9
-from soak.shared import s10
-from soak.steady import s4
-from soak.steady_http import s8
+from benchmarks.soak.kills import s1, s2
+from benchmarks.soak.lives import s3, s5, s7
+from benchmarks.soak.payloads import s6
+from benchmarks.soak.report import Findings
+from benchmarks.soak.servers import s9
+from benchmarks.soak.shared import s10
+from benchmarks.soak.steady import s4
+from benchmarks.soak.steady_http import s8
 
 SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
     "S1": s1,

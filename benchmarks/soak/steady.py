@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
+from benchmarks.soak.models import Works
+from benchmarks.soak.report import Findings, Histogram, slope
+from benchmarks.soak.watch import descriptors, probing, rss_bytes
 from fast_batcher import BatcherError, DynBatcher
-from soak.models import Works
-from soak.report import Findings, Histogram, slope
-from soak.watch import descriptors, probing, rss_bytes
 
 MAX_BATCH_SIZE = 32
 # Requests per second that the model computes in batches of 32.

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fast_batcher import DynBatcher
-from soak.checks import Checks, checksum, is_echoed
-from soak.kills import WORKERS, Plan, Run, shorten_backoff
-from soak.report import Findings
-from soak.watch import (
+from benchmarks.soak.checks import Checks, checksum, is_echoed
+from benchmarks.soak.kills import WORKERS, Plan, Run, shorten_backoff
+from benchmarks.soak.report import Findings
+from benchmarks.soak.watch import (
     descriptors,
     probing,
     shared_mappings,
     shared_names,
     worker_pids,
 )
+from fast_batcher import DynBatcher
 
 T = TypeVar("T")
 

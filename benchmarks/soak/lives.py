@@ -16,10 +16,10 @@ from time import monotonic
 import httpx2
 from waits import LIMIT
 
+from benchmarks.soak.models import Works
+from benchmarks.soak.report import Findings
+from benchmarks.soak.watch import descriptors, probing, shared_names, worker_pids
 from fast_batcher import DynBatcher
-from soak.models import Works
-from soak.report import Findings
-from soak.watch import descriptors, probing, shared_names, worker_pids
 
 # The programs import what this process imports.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -40,7 +40,9 @@ async def s3(short: bool, seed: int) -> Findings:
         if number % 20 == 0:
             print(f"S3 parent killed: {number} of {times}", flush=True)
         program = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "soak.victim"), env=ENVIRONMENT, stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "benchmarks.soak.victim"),
+            env=ENVIRONMENT,
+            stdout=asyncio.subprocess.PIPE,
         )
         assert program.stdout is not None
         async with asyncio.timeout(LIMIT):
@@ -132,7 +134,7 @@ async def s7(short: bool, seed: int) -> Findings:
         with tempfile.NamedTemporaryFile() as journal:
             port = free_port()
             environment = {**ENVIRONMENT, "SOAK_JOURNAL": journal.name}
-            command = ["-m", "uvicorn", "soak.app:app", "--port", str(port)]
+            command = ["-m", "uvicorn", "benchmarks.soak.app:app", "--port", str(port)]
             server = await asyncio.create_subprocess_exec(
                 sys.executable, *command, "--log-level", "error", env=environment
             )

@@ -7,8 +7,8 @@ import sys
 from collections import Counter
 from time import monotonic
 
+from benchmarks.soak.models import Item, SharedJournal, right_answer
 from fast_batcher import BatcherError, DynBatcher
-from soak.models import Item, SharedJournal, right_answer
 
 CALLERS = 32
 # Of each call, seconds; an outcome that comes later than that and a second is lost.
