@@ -34,6 +34,7 @@ SYSTEMS: dict[str, System] = {
     "our thread": System("ours_thread"),
     "thread": System("thread"),
     "process pool": System("process_pool"),
+    "pipe": System("pipe"),
     "batched.aio": _peer("batched_aio", "batched"),
     "batched.aio 0.1 ms": _peer("batched_aio", "batched", timeout_ms=0.1),
     "batched.aio 0.1 ms on the loop": _peer(
@@ -57,7 +58,7 @@ PEERS = tuple(name for name, system in SYSTEMS.items() if system.environment is 
 # The peers whose model has its own process, as ours has.
 PEERS_WITH_A_PROCESS = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")
 # What `peers` measures. Each system below is about one other question.
-COMPARED = tuple(SYSTEMS)
+COMPARED = tuple(name for name in SYSTEMS if name != "pipe")
 # In `payload` full batches leave because they are full: this wait is several times what 32 arrivals
 # take there, seconds.
 _WAIT = 1.0
