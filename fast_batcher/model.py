@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._suggestions import find_misspelt
 from fast_batcher.errors import ConfigurationError
+from fast_batcher.settings import BATCH_SIZE, find_misspelt
 
 # Attribute of marked functions.
 MARK = "_fast_batcher_method"
@@ -67,9 +67,8 @@ def batchable(
     Raises:
         ConfigurationError: A value is wrong.
     """
-    is_size = isinstance(max_batch_size, int) and not isinstance(max_batch_size, bool)
-    if max_batch_size is not None and not (is_size and 1 <= max_batch_size <= 2**20):
-        raise ConfigurationError(f"max_batch_size={max_batch_size!r:.100}: give 1 to 2**20")
+    if max_batch_size is not None:
+        BATCH_SIZE("max_batch_size", max_batch_size)
     if collation is not None and not isinstance(collation, Collation):
         raise ConfigurationError(
             f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"

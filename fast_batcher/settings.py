@@ -1,22 +1,22 @@
-"""The settings of a batcher: names, types, defaults and checks. Runs in every process.
+"""The options of a batcher: names, types, ranges, defaults and checks. Runs in every process.
 
-`Settings` checks itself. The message of each check names the parameter, the value and the remedy.
-Errors that only a worker can find (a failing import, a model that does not load) are raised when
-the batcher opens.
+`Settings` is the one list of them, and checks itself. The message of each check names the
+parameter, the value and the remedy. Errors that only a worker can find (a failing import, a model
+that does not load) are raised when the batcher opens.
 """
 
 import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from math import inf
-from types import NoneType
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Protocol, TypedDict, get_args
 
 from fast_batcher._devices import check_devices, name_devices, place_workers
-from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.observing import Observer
 from fast_batcher.types import Cache
@@ -56,81 +56,7 @@ MAX_SHARED_MEMORY_THRESHOLD = 64 * 1024
 class BatcherOptions(TypedDict, total=False):
     """Keyword arguments of `DynBatcher` besides the common ones in its signature.
 
-    Attributes:
-        start_timeout: Seconds that a worker may take to load the model; then opening fails with
-            `WorkerStartupError`. Above 0. Default 300.
-        stop_timeout: Seconds that a worker may take to end by itself; then it is terminated, and
-            half a second later killed. 0 or more. Default 2.
-        drain_timeout: Seconds that `aclose` waits for accepted requests; then the rest fail with
-            `BatcherClosedError`. 0 or more. Default 20, which is below the 30 s that Kubernetes
-            gives a pod.
-        idempotent: Whether an input may be computed twice. With False, a request that a worker has
-            begun is not retried, and a batch that fails is not divided. Default True.
-        isolate_errors: Whether a batch for which `infer` raised is divided until the failing inputs
-            are alone, so that the others are answered. A batch that runs out of memory is divided
-            too. Default True.
-        max_restarts: Most restarts of one worker within `restart_window`, 0 or more, or None for no
-            limit. When every worker has spent its restarts, calls fail at once until a later try
-            succeeds. Default 5.
-        restart_window: Seconds for which a restart counts against `max_restarts`; also the seconds
-            until the next try after the restarts are spent. Above 0. Default 60.
-        restart_backoff: Seconds from a worker's first death to its restart; doubles with each
-            further death, up to 10 s. Above 0. Default 0.1.
-        max_batches_per_worker: Batches after which a worker is replaced, 1 or more, or None for no
-            limit. The replacement loads first, so for a while there is one more copy of the model.
-            Default None.
-        max_rss_bytes: Resident memory, in bytes, from which a worker is replaced in the same way, 1
-            or more, or None for no limit. Shared memory counts once the worker has read it. Linux
-            only. Default None.
-        max_queue_bytes: Most bytes of waiting inputs, 1 or more, or None for no limit; beyond it
-            calls fail with `QueueFullError`. Every input is then measured: a buffer, array or
-            tensor by its length, anything else by pickling it. Default None.
-        max_frame_bytes: Bytes of the longest message to or from a worker, 1 MiB or more. A larger
-            batch is sent in parts; a single larger input fails with `RequestTooLargeError`.
-            Default 256 MiB.
-        max_batch_cost: Highest cost of a batch, above 0, or None for no limit; needs `cost`. An
-            input that costs more runs alone. Default None.
-        max_request_cost: Highest cost of an input, above 0, or None for no limit; needs `cost`. An
-            input that costs more fails with `RequestTooLargeError`. Default None.
-        cost_is_padded: Whether the cost of a batch is its size times its highest cost, as for
-            inputs that are padded to the longest; with False it is the sum of the costs. Default
-            True.
-        max_shared_bytes: Most bytes of memory that the workers share with this process for large
-            inputs and for batches of 256 KiB or more; the system provides it as it is used. Each
-            worker has another such memory for its outputs, which are copied out. If it is full,
-            values go through a pipe. 0 sends everything through the pipe, as on systems other than
-            Linux. Default 512 MiB.
-        shared_memory_threshold: Bytes, from 4096 to 65536, from which an array, CPU tensor or other
-            buffer in a large batch reaches the model as a view of shared memory instead of a copy.
-            Default 16384.
-        freeze_gc: Whether each worker collects garbage once after its warm-up, and excludes the
-            live objects, the model and its libraries, from all later collections. With False a full
-            collection in a worker that has imported torch takes tens of milliseconds. Default True.
-        observers: Observers of the batcher (`fast_batcher.observing.Observer`), for metrics and
-            traces. More can be added with `add_observer`. Default ().
-        shared: Whether all processes of one server share one set of workers: a host process has
-            the queue and the workers, and this process sends it the requests. A name instead of
-            True is for all processes of this user that give it. Default False. See
-            docs/server_processes.md.
-        shared_version: A text that tells apart processes that must not share, for example the id
-            of a release whose weights no file name shows; needs `shared`. Default None.
-        devices: Devices of the workers, which take them in turn: "auto" for all GPUs of this
-            process, or the CPU without any; "cpu"; or a list such as ["cuda:0", "cuda:1"], or
-            ["cpu:0-3", "cpu:4-7"] to pin workers to cores. It replaces `num_workers`. With None
-            workers use what they find. Default None. See docs/gpus.md.
-        workers_per_device: Workers on each of `devices`, 1 or more. Default 1.
-        stage_threads: Threads of each worker for the `prepare` and `finish` of a model that has
-            them, 1 to 1024. With None as many as its numeric libraries get, a share of the cores.
-            Default None. See docs/stages.md.
-        enabled: Whether requests share batches. With False each request is sent alone to a worker,
-            and all other settings keep their meaning: for comparing and for debugging. Default
-            True.
-        cache: Cache in which outputs are looked up before they are computed: an object with
-            `get(key)` and `set(key, value)`, for example a `fast_batcher.caching.LRUCache`. Equal
-            inputs that are in flight at the same time are computed once. Default None. See
-            docs/caching.md.
-        key: Function that returns the hashable key of an input for `cache`, called like `cost`.
-            With None it is a hash of the pickled input. Default None.
+    `OPTIONS` and docs/settings.md describe each.
     """
 
     start_timeout: float
@@ -163,7 +89,7 @@ class BatcherOptions(TypedDict, total=False):
 
 
 class Reconfiguration(TypedDict, total=False):
-    """Settings that `DynBatcher.reconfigure` can change; see `DynBatcher` for each."""
+    """Options that `DynBatcher.reconfigure` can change while the batcher runs."""
 
     max_batch_size: int
     max_delay: float | None
@@ -171,14 +97,29 @@ class Reconfiguration(TypedDict, total=False):
     max_latency: float | None
 
 
-@dataclass(frozen=True)
-class _Count:
-    """Checks a whole number."""
+class Range(Protocol):
+    """The values of an option, besides None: checks one, and describes all."""
 
-    least: int
-    most: int | None = None
+    # "seconds", "bytes" or "".
+    unit: str
 
     def __call__(self, name: str, value: Any) -> None:
+        """Raise ConfigurationError if the option of this name cannot have the value."""
+
+    def __str__(self) -> str:
+        """Describe the values, without the unit."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number."""
+
+    least: int = 1
+    most: int | None = None
+    unit: str = ""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse anything but a whole number in the range."""
         # bool is an int to Python, and never a count to a person.
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or not self.least <= value <= (inf if self.most is None else self.most):
@@ -187,33 +128,78 @@ class _Count:
                 f"{name}={value!r:.100}: give a whole number, {self.least} {limit}"
             )
 
+    def __str__(self) -> str:
+        shown = show_bytes if self.unit == "bytes" else str
+        has_limit = self.most is not None and self.most < sys.maxsize
+        return f"{shown(self.least)} {f'to {shown(self.most)}' if has_limit else 'or more'}"
+
 
 @dataclass(frozen=True)
-class _Seconds:
-    """Checks a duration."""
+class Duration:
+    """A duration of at most a year."""
 
     zero_allowed: bool = False
+    unit: str = "seconds"
 
     def __call__(self, name: str, value: Any) -> None:
+        """Refuse anything but a number in the range."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        most = MAX_SECONDS if self.unit == "seconds" else 1000 * MAX_SECONDS
         # False for NaN too.
-        is_valid = is_number and 0 <= value <= MAX_SECONDS
+        is_valid = is_number and 0 <= value <= most
         if not is_valid or (value == 0 and not self.zero_allowed):
             least = "0 or more" if self.zero_allowed else "more than 0"
             raise ConfigurationError(
-                f"{name}={value!r:.100}: give seconds as a number, {least} and at most a year"
+                f"{name}={value!r:.100}: give {self.unit} as a number, {least} and at most a year"
             )
+
+    def __str__(self) -> str:
+        return "0 or more" if self.zero_allowed else "above 0"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several texts."""
+
+    choices: tuple[str, ...]
+    unit: str = ""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse any other text."""
+        if not isinstance(value, str) or value not in self.choices:
+            raise ConfigurationError(f"{name}={value!r:.100}: choose one of {self}")
+
+    def __str__(self) -> str:
+        return ", ".join(map(repr, self.choices))
+
+
+@dataclass(frozen=True)
+class Values:
+    """Any other values: their description and their check."""
+
+    text: str
+    check: Callable[[str, Any], None]
+    unit: str = ""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse what the check refuses."""
+        self.check(name, value)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def show_bytes(count: int | None) -> str:
+    """Write a number of bytes in the largest unit that divides it."""
+    for size, unit in ((2**20, "MiB"), (2**10, "KiB")):
+        if count and count % size == 0:
+            return f"{count // size} {unit}"
+    return str(count)
 
 
 def _check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r}: give True or False")
-
-
-def _check_policy(name: str, value: object) -> None:
-    if value not in get_args(PolicyName):
-        names = ", ".join(repr(policy) for policy in get_args(PolicyName))
-        raise ConfigurationError(f"{name}={value!r}: choose one of {names}")
 
 
 def _check_label(name: str, value: object) -> None:
@@ -237,7 +223,7 @@ def _check_cost_limit(name: str, value: object) -> None:
 
 
 def _check_rss(name: str, value: object) -> None:
-    _Count(1)(name, value)
+    BYTES(name, value)
     if sys.platform != "linux":
         raise ConfigurationError(
             f"{name}={value}: the memory of a process can be read on Linux only; use "
@@ -245,25 +231,16 @@ def _check_rss(name: str, value: object) -> None:
         )
 
 
-def check_observers(name: str, value: Any) -> None:
-    """Check a sequence of observers.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
+def _check_observers(name: str, value: Any) -> None:
     is_sequence = isinstance(value, Sequence)
-    if not is_sequence or not all(isinstance(one, Observer) for one in value):
+    if not is_sequence or not all(isinstance(observer, Observer) for observer in value):
         raise ConfigurationError(
             f"{name}={value!r:.100}: give a list of instances of fast_batcher.observing.Observer"
         )
 
 
 def refuse_followers(observers: Sequence[Observer], shared: bool | str) -> None:
-    """Raise if an observer needs the contexts of callers, which a host process does not have.
-
-    Raises:
-        ConfigurationError: One does.
-    """
+    """Raise if an observer needs the contexts of callers, which a host process does not have."""
     for observer in observers if shared else ():
         if observer.needs_context:
             raise ConfigurationError(
@@ -273,12 +250,7 @@ def refuse_followers(observers: Sequence[Observer], shared: bool | str) -> None:
             )
 
 
-def check_cache(name: str, value: Any) -> None:
-    """Check a cache.
-
-    Raises:
-        ConfigurationError: It lacks a method.
-    """
+def _check_cache(name: str, value: Any) -> None:
     if isinstance(value, type) or not isinstance(value, Cache):
         raise ConfigurationError(
             f"{name}={value!r:.100}: give an object with get(key) and set(key, value), for example "
@@ -292,99 +264,195 @@ def _check_shared(name: str, value: object) -> None:
         raise ConfigurationError(f"{name}={value!r}: give True, False or a printable name")
 
 
-def check_seconds(name: str, value: Any) -> None:
-    """Check a duration of 0 or more seconds.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
-    _Seconds(zero_allowed=True)(name, value)
+COUNT = Whole()
+BATCH_SIZE = Whole(1, MAX_BATCH_SIZE)
+PRIORITY = Whole(-MAX_PRIORITY, MAX_PRIORITY)
+BYTES = Whole(unit="bytes")
+SECONDS = Duration()
+SECONDS_OR_ZERO = Duration(zero_allowed=True)
+SWITCH = Values("True or False", _check_switch)
+LABEL = Values("printable text", _check_label)
+FUNCTION = Values("function of one input", _check_function)
+COST_LIMIT = Values("above 0", _check_cost_limit)
+OBSERVERS = Values("list of `Observer`", _check_observers)
+CACHE = Values("object with `get(key)` and `set(key, value)`", _check_cache)
 
 
 def checked_timeout(timeout: Any) -> float:
-    """Check and return the timeout of a call: seconds, or `math.inf` for no limit.
-
-    Raises:
-        ConfigurationError: The timeout is neither.
-    """
+    """Check and return the timeout of a call: seconds, or `math.inf` for no limit."""
     if not (isinstance(timeout, float) and timeout == inf):
-        _Seconds()("timeout", timeout)
+        SECONDS("timeout", timeout)
     return float(timeout)
 
 
 def checked_priority(priority: Any) -> int:
-    """Check and return the priority of a call, -100 to 100.
-
-    Raises:
-        ConfigurationError: The priority is no whole number in this range.
-    """
-    _Count(-MAX_PRIORITY, MAX_PRIORITY)("priority", priority)
+    """Check and return the priority of a call, -100 to 100."""
+    PRIORITY("priority", priority)
     return int(priority)
+
+
+def check_fields(settings: Any) -> None:
+    """Check each field of a dataclass whose annotations have a `Range`."""
+    for field in fields(settings):
+        kind, check, *_ = get_args(field.type)
+        value = getattr(settings, field.name)
+        if value is not None or NoneType not in get_args(kind):
+            check(field.name, value)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The checked settings of one batcher: one line for each, with type, check and default.
+    """The checked settings of one batcher.
 
-    `DynBatcher` and `BatcherOptions` describe them.
+    This is the one list of the options of `DynBatcher`. Each field has its type, its range, a line
+    for documents and its default; `OPTIONS` has them by name.
 
     Raises:
         ConfigurationError: A setting is wrong; raised for the first one.
     """
 
-    max_batch_size: Annotated[int, _Count(1, MAX_BATCH_SIZE)] = 32
-    max_delay: Annotated[float | None, _Seconds(zero_allowed=True)] = None
-    num_workers: Annotated[int, _Count(1, MAX_WORKERS)] = 1
-    policy: Annotated[PolicyName, _check_policy] = "adaptive"
-    max_latency: Annotated[float | None, _Seconds()] = None
+    max_batch_size: Annotated[int, BATCH_SIZE, "Most requests in a batch."] = 32
+    max_delay: Annotated[
+        float | None,
+        SECONDS_OR_ZERO,
+        "Longest time for which a batch is held while a worker is free.",
+    ] = None
+    num_workers: Annotated[
+        int, Whole(1, MAX_WORKERS), "Worker processes, each with a copy of the model."
+    ] = 1
+    policy: Annotated[
+        PolicyName,
+        Choice(get_args(PolicyName)),
+        "Rule for the moment at which a batch that is not full leaves.",
+    ] = "adaptive"
+    max_latency: Annotated[
+        float | None,
+        SECONDS,
+        "Target: time from arrival within which a request should be answered.",
+    ] = None
     # None stands for the value of `queue_limit`.
-    max_queue_size: Annotated[int | None, _Count(1)] = None
-    timeout: Annotated[float | None, _Seconds()] = 30.0
-    infer_timeout: Annotated[float | None, _Seconds()] = None
-    auto_open: Annotated[bool, _check_switch] = True
-    name: Annotated[str | None, _check_label] = None
-    cost: Annotated[Callable[[Any], float] | None, _check_function] = None
-    group_by: Annotated[Callable[[Any], Hashable] | None, _check_function] = None
+    max_queue_size: Annotated[
+        int | None,
+        COUNT,
+        "Most waiting requests; further ones are rejected with `QueueFullError`.",
+    ] = None
+    timeout: Annotated[
+        float | None,
+        SECONDS,
+        "Time after which a call without its own timeout fails with `DeadlineExceededError`.",
+    ] = 30.0
+    infer_timeout: Annotated[
+        float | None, SECONDS, "Time that a batch may take; then its worker is replaced."
+    ] = None
+    auto_open: Annotated[bool, SWITCH, "Whether the first awaited call opens a new batcher."] = True
+    name: Annotated[str | None, LABEL, "Name in logs and health checks."] = None
+    cost: Annotated[
+        Callable[[Any], float] | None,
+        FUNCTION,
+        "Cost of an input, for example its number of tokens: above 0, at most 1e15.",
+    ] = None
+    group_by: Annotated[
+        Callable[[Any], Hashable] | None,
+        FUNCTION,
+        "Key of an input; only inputs with equal keys share a batch.",
+    ] = None
     # From here on the options of `BatcherOptions`.
-    start_timeout: Annotated[float, _Seconds()] = 300.0
-    stop_timeout: Annotated[float, _Seconds(zero_allowed=True)] = 2.0
-    drain_timeout: Annotated[float, _Seconds(zero_allowed=True)] = 20.0
-    idempotent: Annotated[bool, _check_switch] = True
-    isolate_errors: Annotated[bool, _check_switch] = True
-    max_restarts: Annotated[int | None, _Count(0)] = 5
-    restart_window: Annotated[float, _Seconds()] = 60.0
-    restart_backoff: Annotated[float, _Seconds()] = 0.1
-    max_batches_per_worker: Annotated[int | None, _Count(1)] = None
-    max_rss_bytes: Annotated[int | None, _check_rss] = None
-    max_queue_bytes: Annotated[int | None, _Count(1)] = None
-    max_frame_bytes: Annotated[int, _Count(MIN_MAX_FRAME_BYTES)] = MAX_FRAME_BYTES
-    max_batch_cost: Annotated[float | None, _check_cost_limit] = None
-    max_request_cost: Annotated[float | None, _check_cost_limit] = None
-    cost_is_padded: Annotated[bool, _check_switch] = True
+    start_timeout: Annotated[
+        float, SECONDS, "Time that a worker may take to load the model; then it is killed."
+    ] = 300.0
+    stop_timeout: Annotated[
+        float,
+        SECONDS_OR_ZERO,
+        "Time that a worker may take to end by itself; then it is terminated, and later killed.",
+    ] = 2.0
+    # Below the 30 s that Kubernetes gives a pod.
+    drain_timeout: Annotated[
+        float,
+        SECONDS_OR_ZERO,
+        "Time that `aclose()` waits for accepted requests; then the rest fail.",
+    ] = 20.0
+    idempotent: Annotated[bool, SWITCH, "Whether an input may be computed twice."] = True
+    isolate_errors: Annotated[
+        bool,
+        SWITCH,
+        "Whether a batch for which `infer` raised is divided until the failing inputs are alone.",
+    ] = True
+    max_restarts: Annotated[
+        int | None, Whole(0), "Most restarts of one worker within `restart_window`."
+    ] = 5
+    restart_window: Annotated[
+        float, SECONDS, "Time for which a restart counts against `max_restarts`."
+    ] = 60.0
+    restart_backoff: Annotated[
+        float, SECONDS, "Time from the first death of a worker to its restart."
+    ] = 0.1
+    max_batches_per_worker: Annotated[
+        int | None, COUNT, "Batches after which a worker is replaced."
+    ] = None
+    max_rss_bytes: Annotated[
+        int | None,
+        Values(str(BYTES), _check_rss, "bytes"),
+        "Resident memory from which a worker is replaced.",
+    ] = None
+    max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
+    max_frame_bytes: Annotated[
+        int, Whole(MIN_MAX_FRAME_BYTES, unit="bytes"), "Largest message to or from a worker."
+    ] = MAX_FRAME_BYTES
+    max_batch_cost: Annotated[float | None, COST_LIMIT, "Highest cost of a batch."] = None
+    max_request_cost: Annotated[float | None, COST_LIMIT, "Highest cost of an input."] = None
+    cost_is_padded: Annotated[
+        bool,
+        SWITCH,
+        "Whether the cost of a batch is its size times its highest cost, as for padded inputs.",
+    ] = True
     # No file can be longer than `sys.maxsize`.
-    max_shared_bytes: Annotated[int, _Count(0, sys.maxsize)] = MAX_SHARED_BYTES
+    max_shared_bytes: Annotated[
+        int,
+        Whole(0, sys.maxsize, "bytes"),
+        "Most memory that the workers share with this process for large inputs.",
+    ] = MAX_SHARED_BYTES
     shared_memory_threshold: Annotated[
-        int, _Count(MIN_SHARED_MEMORY_THRESHOLD, MAX_SHARED_MEMORY_THRESHOLD)
+        int,
+        Whole(MIN_SHARED_MEMORY_THRESHOLD, MAX_SHARED_MEMORY_THRESHOLD, "bytes"),
+        "Smallest buffer of a large batch that reaches the model as a view of shared memory.",
     ] = SHARED_MEMORY_THRESHOLD
-    freeze_gc: Annotated[bool, _check_switch] = True
-    observers: Annotated[Sequence[Observer], check_observers] = ()
-    shared: Annotated[bool | str, _check_shared] = False
-    shared_version: Annotated[str | None, _check_label] = None
+    freeze_gc: Annotated[
+        bool, SWITCH, "Whether each worker leaves its loaded model out of garbage collections."
+    ] = True
+    observers: Annotated[
+        Sequence[Observer], OBSERVERS, "Observers of batches, requests and workers."
+    ] = ()
+    shared: Annotated[
+        bool | str,
+        Values("True, False or a name", _check_shared),
+        "Whether the processes of a server share one set of workers, in a host process.",
+    ] = False
+    shared_version: Annotated[
+        str | None, LABEL, "Text that tells apart processes that must not share."
+    ] = None
     # After the checks a list of names, and `num_workers` the workers on them.
-    devices: Annotated[str | Sequence[str] | None, check_devices] = None
-    workers_per_device: Annotated[int, _Count(1, MAX_WORKERS)] = 1
-    stage_threads: Annotated[int | None, _Count(1, MAX_STAGE_THREADS)] = None
-    enabled: Annotated[bool, _check_switch] = True
-    cache: Annotated[Cache | None, check_cache] = None
-    key: Annotated[Callable[[Any], Hashable] | None, _check_function] = None
+    devices: Annotated[
+        str | Sequence[str] | None,
+        Values('`"auto"`, a device, or a list of devices', check_devices),
+        "Devices of the workers, which take them in turn; replaces `num_workers`.",
+    ] = None
+    workers_per_device: Annotated[int, Whole(1, MAX_WORKERS), "Workers on each of `devices`."] = 1
+    stage_threads: Annotated[
+        int | None,
+        Whole(1, MAX_STAGE_THREADS),
+        "Threads of each worker for `prepare` and `finish` of the model.",
+    ] = None
+    enabled: Annotated[bool, SWITCH, "Whether requests share batches."] = True
+    cache: Annotated[
+        Cache | None, CACHE, "Cache in which outputs are looked up before they are computed."
+    ] = None
+    key: Annotated[
+        Callable[[Any], Hashable] | None, FUNCTION, "Key of an input for `cache`, hashable."
+    ] = None
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
-        for field in fields(self):
-            kind, check = get_args(field.type)
-            value = getattr(self, field.name)
-            if value is not None or NoneType not in get_args(kind):
-                check(field.name, value)
+        check_fields(self)
         refuse_followers(self.observers, self.shared)
         if self.policy == "fixed" and self.max_delay is None:
             raise ConfigurationError(
@@ -425,7 +493,7 @@ class Settings:
                 f"num_workers={self.num_workers}: devices={devices!r:.100} and workers_per_device="
                 f"{self.workers_per_device} give {count} workers; omit num_workers"
             )
-        _Count(1, MAX_WORKERS)("devices * workers_per_device", count)
+        Whole(1, MAX_WORKERS)("devices * workers_per_device", count)
         place_workers(devices, count, os.environ)
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "num_workers", count)
@@ -444,12 +512,8 @@ class Settings:
         return max(MIN_QUEUE_SIZE, room)
 
     def changed(self, changes: Reconfiguration) -> "Settings":
-        """Copy these settings with some of them changed.
-
-        Raises:
-            ConfigurationError: A new value is wrong, or its setting cannot be changed.
-        """
-        names = Reconfiguration.__annotations__
+        """Copy these settings with some of them changed."""
+        names = [option.name for option in OPTIONS.values() if option.is_live]
         unknown = sorted(set(changes) - set(names))
         if unknown:
             raise ConfigurationError(
@@ -461,19 +525,59 @@ class Settings:
         return replace(kept, **changes)
 
 
+@dataclass(frozen=True)
+class Option:
+    """A setting as documents, files and command lines need it."""
+
+    name: str
+    # Types of a value that can be written as text: int, float, bool, str, or list for several
+    # texts. Empty for objects and functions, which only a program can give.
+    types: tuple[type, ...]
+    # Whether None is a value: no limit, or the default that `doc` or the documents name.
+    is_optional: bool
+    range: Range
+    default: Any
+    # One line for people, in Markdown.
+    doc: str
+    # Whether `DynBatcher.reconfigure` can change it while the batcher runs.
+    is_live: bool
+
+    def __str__(self) -> str:
+        """Describe the unit and the range."""
+        parts = (self.range.unit, str(self.range), "or None" if self.is_optional else "")
+        return ", ".join(filter(None, parts))
+
+
+def _list_options() -> Iterator[Option]:
+    for field in fields(Settings):
+        kind, values, doc = get_args(field.type)
+        kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        yield Option(
+            name=field.name,
+            types=tuple(found for one in kinds if (found := _TYPES_OF_TEXTS.get(one))),
+            is_optional=NoneType in kinds,
+            range=values,
+            default=field.default,
+            doc=doc,
+            is_live=field.name in Reconfiguration.__annotations__,
+        )
+
+
+# By the annotation of a field.
+_TYPES_OF_TEXTS: dict[Any, type] = {
+    **{kind: kind for kind in (int, float, bool, str)},
+    PolicyName: str,
+    Sequence[str]: list,
+}
+# The options of `DynBatcher`, besides the model and its arguments, by name.
+OPTIONS = {option.name: option for option in _list_options()}
+
+
 def reject_unknown_options(given: Iterable[str]) -> None:
-    """Raise the error that Python raises for an unknown argument, with the nearest known name.
-
-    Args:
-        given: Names of the options of one call of `DynBatcher`.
-
-    Raises:
-        TypeError: `BatcherOptions` has no such option; raised for the first one.
-    """
+    """Raise the error that Python raises for an unknown argument, with the nearest known name."""
     for name in given:
         if name not in BatcherOptions.__annotations__:
-            known = [*(field.name for field in fields(Settings)), "model_args", "model_kwargs"]
-            hint = suggest_parameter(name, known)
+            hint = suggest_parameter(name, [*OPTIONS, "model_args", "model_kwargs"])
             raise TypeError(f"DynBatcher() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -487,3 +591,76 @@ def warn_about_workers(settings: Settings) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+# Suggestions of known names for misspelt ones.
+
+# Similarity ratios of `difflib`. `max_dealy` and `max_batch_len` reach 0.89 with the intended name;
+# `batch_timeout` and `start_timeout`, which mean different things, 0.77.
+TYPO = 0.85
+SIMILAR = 0.7
+# `warm_up_inputs` reaches 0.96 with `warmup_inputs`; `clone`, another name, 0.8 with `close`.
+HOOK_TYPO = 0.85
+
+_UNITS = {"s", "sec", "seconds", "ms", "millis", "milliseconds", "us", "microseconds"}
+# Words of an unknown name, and the intended parameters of `DynBatcher` and of the decorators. The
+# first entry whose words all occur counts. Source: parameter names of BentoML, LitServe, Ray Serve,
+# TorchServe, Triton and batched.
+_HOLD = ("max_delay", "timeout_ms")
+# The decorators, as those of `batched`, call the longest wait for a batch `timeout_ms`; by its look
+# it would be `timeout`, the limit of a call.
+_SAME = {"timeout_ms": "max_delay"}
+_MEANINGS = {
+    "batch timeout": _HOLD,
+    "wait": _HOLD,
+    "delay": _HOLD,
+    "latency": ("max_latency", "timeout_ms"),
+    "timeout": ("timeout", "timeout_ms"),
+    "deadline": ("timeout", "timeout_ms"),
+    "gpu": ("devices",),
+    "gpus": ("devices",),
+    "device": ("devices",),
+    "worker": ("num_workers",),
+    "workers": ("num_workers",),
+    "processes": ("num_workers",),
+    "replicas": ("num_workers",),
+    "queue": ("max_queue_size",),
+    "batch": ("max_batch_size", "batch_size"),
+}
+
+
+def suggest_parameter(name: str, known: Collection[str]) -> str:
+    """Return the end of an error message about an unknown parameter."""
+    words = name.lower().split("_")
+    bare = "_".join(word for word in words if word not in _UNITS)
+    same = _SAME.get(name)
+    found = (
+        (same if same in known else None)
+        or _find_close(name, known, TYPO)
+        or _find_close(bare, known, TYPO)
+        or _find_meaning(words, known)
+        or _find_close(name, known, SIMILAR)
+    )
+    if found is None:
+        return ""
+    unit = ", in seconds" if bare != "_".join(words) and not found.endswith("_ms") else ""
+    return f". Did you mean {found!r}{unit}?"
+
+
+def find_misspelt(names: Iterable[str], hooks: Collection[str]) -> list[tuple[str, str]]:
+    """Return names that look like misspelt hooks, each with the hook."""
+    found = [(name, _find_close(name, hooks, HOOK_TYPO)) for name in names]
+    return [(name, hook) for name, hook in found if hook is not None]
+
+
+def _find_close(name: str, known: Collection[str], likeness: float) -> str | None:
+    return next(iter(get_close_matches(name, known, n=1, cutoff=likeness)), None)
+
+
+def _find_meaning(words: Collection[str], known: Collection[str]) -> str | None:
+    """Return the known parameter that the words stand for."""
+    for phrase, parameters in _MEANINGS.items():
+        found = [one for one in parameters if one in known]
+        if found and set(phrase.split()) <= set(words):
+            return found[0]
+    return None

@@ -47,8 +47,8 @@ from fast_batcher._local.function import DecoratorSettings, Function, UserFuncti
 from fast_batcher._process import at_fork
 from fast_batcher._session.offload import offload
 from fast_batcher._session.output_cache import OutputCache
-from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import BatcherClosedError
+from fast_batcher.settings import suggest_parameter
 from fast_batcher.types import BatchProcessorStats, PriorityStrategy
 
 

@@ -23,7 +23,6 @@ FLOORS: dict[str, int] = {
     "_devices": 0,
     "_file_state": 0,
     "_process": 0,
-    "_suggestions": 0,
     "_version": 0,
     "observing": 0,
     "_late_error_log": 2,
@@ -218,10 +217,10 @@ def test_a_file_imports_from_its_own_floor_or_below(name: str) -> None:
 
 # What a leaf may import of the others; one that is not named: nothing.
 LEAF_MAY_IMPORT: dict[str, set[str]] = {
-    "settings": {"errors", "_devices", "_suggestions", "observing", "types"},
+    "settings": {"errors", "_devices", "observing", "types"},
     "_devices": {"errors"},
-    "model": {"_arrays.collation", "_suggestions", "errors"},
-    "_arrays": {"errors"},
+    "model": {"_arrays.collation", "errors", "settings"},
+    "_arrays": {"errors", "settings"},
 }
 
 
@@ -419,7 +418,6 @@ TESTS = {
     "_process": "process",
     "_session": "asyncio_shell",
     "_shared_memory": "shared_memory",
-    "_suggestions": "asyncio_shell/test_batcher_settings.py",
     "_transport": "transport",
     "_version": "project/test_public_api.py",
     "_worker": "worker",
