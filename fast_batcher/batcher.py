@@ -584,7 +584,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             WorkerStartupError: A worker could not load its model; the server then stops.
             ConfigurationError: `lame_duck` is invalid.
         """
-        SECONDS_OR_ZERO("lame_duck", lame_duck)
+        SECONDS_OR_ZERO.check("lame_duck", lame_duck)
         if lame_duck and not drain_on_sigterm:
             raise ConfigurationError(
                 f"lame_duck={lame_duck}: without drain_on_sigterm=True it has no meaning"
@@ -686,7 +686,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             ConfigurationError: It is no `fast_batcher.observing.Observer`; or it has
                 `needs_context`, and the batcher is `shared`.
         """
-        OBSERVERS("observer", [observer])
+        OBSERVERS.check("observer", [observer])
         refuse_followers([observer], self._settings.shared)
         self._ledger.observers.add(observer)
 

@@ -68,7 +68,7 @@ def batchable(
         ConfigurationError: A value is wrong.
     """
     if max_batch_size is not None:
-        BATCH_SIZE("max_batch_size", max_batch_size)
+        BATCH_SIZE.check("max_batch_size", max_batch_size)
     if collation is not None and not isinstance(collation, Collation):
         raise ConfigurationError(
             f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from math import inf
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Protocol, TypedDict, get_args
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from fast_batcher._devices import check_devices, name_devices, place_workers
 from fast_batcher.errors import ConfigurationError
@@ -97,96 +97,60 @@ class Reconfiguration(TypedDict, total=False):
     max_latency: float | None
 
 
-class Range(Protocol):
-    """The values of an option, besides None: checks one, and describes all."""
-
-    # "seconds", "bytes" or "".
-    unit: str
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Raise ConfigurationError if the option of this name cannot have the value."""
-
-    def __str__(self) -> str:
-        """Describe the values, without the unit."""
-
-
 @dataclass(frozen=True)
-class Whole:
-    """A whole number."""
+class Range:
+    """The values of an option, besides None."""
 
-    least: int = 1
-    most: int | None = None
+    # Their description for people, without the unit.
+    text: str
+    # Takes the option's name and a value; raises ConfigurationError if the value is another.
+    check: Callable[[str, Any], None]
+    # "seconds", "milliseconds", "bytes" or "".
     unit: str = ""
 
-    def __call__(self, name: str, value: Any) -> None:
-        """Refuse anything but a whole number in the range."""
+
+def whole(least: int = 1, most: int | None = None, unit: str = "") -> Range:
+    """Return the range of whole numbers from `least` to `most`."""
+    limit = "or more" if most is None else f"to {most}"
+
+    def check(name: str, value: Any) -> None:
         # bool is an int to Python, and never a count to a person.
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not self.least <= value <= (inf if self.most is None else self.most):
-            limit = "or more" if self.most is None else f"to {self.most}"
-            raise ConfigurationError(
-                f"{name}={value!r:.100}: give a whole number, {self.least} {limit}"
-            )
+        if not is_whole or not least <= value <= (inf if most is None else most):
+            raise ConfigurationError(f"{name}={value!r:.100}: give a whole number, {least} {limit}")
 
-    def __str__(self) -> str:
-        shown = show_bytes if self.unit == "bytes" else str
-        has_limit = self.most is not None and self.most < sys.maxsize
-        return f"{shown(self.least)} {f'to {shown(self.most)}' if has_limit else 'or more'}"
+    if unit == "bytes":
+        limit_in_bytes = f"to {show_bytes(most)}" if most else "or more"
+        return Range(f"{show_bytes(least)} {limit_in_bytes}", check, unit)
+    return Range(f"{least} {limit}", check, unit)
 
 
-@dataclass(frozen=True)
-class Duration:
-    """A duration of at most a year."""
+def duration(*, zero_allowed: bool = False, unit: str = "seconds") -> Range:
+    """Return the range of durations of at most a year."""
+    least = "0 or more" if zero_allowed else "more than 0"
+    most = MAX_SECONDS if unit == "seconds" else 1000 * MAX_SECONDS
 
-    zero_allowed: bool = False
-    unit: str = "seconds"
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Refuse anything but a number in the range."""
+    def check(name: str, value: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        most = MAX_SECONDS if self.unit == "seconds" else 1000 * MAX_SECONDS
         # False for NaN too.
         is_valid = is_number and 0 <= value <= most
-        if not is_valid or (value == 0 and not self.zero_allowed):
-            least = "0 or more" if self.zero_allowed else "more than 0"
+        if not is_valid or (value == 0 and not zero_allowed):
             raise ConfigurationError(
-                f"{name}={value!r:.100}: give {self.unit} as a number, {least} and at most a year"
+                f"{name}={value!r:.100}: give {unit} as a number, {least} and at most a year"
             )
 
-    def __str__(self) -> str:
-        return "0 or more" if self.zero_allowed else "above 0"
+    return Range(least, check, unit)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One of several texts."""
+def choice(choices: tuple[str, ...]) -> Range:
+    """Return the range of some texts."""
+    names = ", ".join(map(repr, choices))
 
-    choices: tuple[str, ...]
-    unit: str = ""
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, str) or value not in choices:
+            raise ConfigurationError(f"{name}={value!r:.100}: choose one of {names}")
 
-    def __call__(self, name: str, value: Any) -> None:
-        """Refuse any other text."""
-        if not isinstance(value, str) or value not in self.choices:
-            raise ConfigurationError(f"{name}={value!r:.100}: choose one of {self}")
-
-    def __str__(self) -> str:
-        return ", ".join(map(repr, self.choices))
-
-
-@dataclass(frozen=True)
-class Values:
-    """Any other values: their description and their check."""
-
-    text: str
-    check: Callable[[str, Any], None]
-    unit: str = ""
-
-    def __call__(self, name: str, value: Any) -> None:
-        """Refuse what the check refuses."""
-        self.check(name, value)
-
-    def __str__(self) -> str:
-        return self.text
+    return Range(names, check)
 
 
 def show_bytes(count: int | None) -> str:
@@ -223,7 +187,7 @@ def _check_cost_limit(name: str, value: object) -> None:
 
 
 def _check_rss(name: str, value: object) -> None:
-    BYTES(name, value)
+    BYTES.check(name, value)
     if sys.platform != "linux":
         raise ConfigurationError(
             f"{name}={value}: the memory of a process can be read on Linux only; use "
@@ -264,40 +228,41 @@ def _check_shared(name: str, value: object) -> None:
         raise ConfigurationError(f"{name}={value!r}: give True, False or a printable name")
 
 
-COUNT = Whole()
-BATCH_SIZE = Whole(1, MAX_BATCH_SIZE)
-PRIORITY = Whole(-MAX_PRIORITY, MAX_PRIORITY)
-BYTES = Whole(unit="bytes")
-SECONDS = Duration()
-SECONDS_OR_ZERO = Duration(zero_allowed=True)
-SWITCH = Values("True or False", _check_switch)
-LABEL = Values("printable text", _check_label)
-FUNCTION = Values("function of one input", _check_function)
-COST_LIMIT = Values("above 0", _check_cost_limit)
-OBSERVERS = Values("list of `Observer`", _check_observers)
-CACHE = Values("object with `get(key)` and `set(key, value)`", _check_cache)
+COUNT = whole()
+BATCH_SIZE = whole(1, MAX_BATCH_SIZE)
+PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)
+WORKERS = whole(1, MAX_WORKERS)
+BYTES = whole(unit="bytes")
+SECONDS = duration()
+SECONDS_OR_ZERO = duration(zero_allowed=True)
+SWITCH = Range("True or False", _check_switch)
+LABEL = Range("printable text", _check_label)
+FUNCTION = Range("function of one input", _check_function)
+COST_LIMIT = Range("above 0", _check_cost_limit)
+OBSERVERS = Range("list of `Observer`", _check_observers)
+CACHE = Range("object with `get(key)` and `set(key, value)`", _check_cache)
 
 
 def checked_timeout(timeout: Any) -> float:
     """Check and return the timeout of a call: seconds, or `math.inf` for no limit."""
     if not (isinstance(timeout, float) and timeout == inf):
-        SECONDS("timeout", timeout)
+        SECONDS.check("timeout", timeout)
     return float(timeout)
 
 
 def checked_priority(priority: Any) -> int:
     """Check and return the priority of a call, -100 to 100."""
-    PRIORITY("priority", priority)
+    PRIORITY.check("priority", priority)
     return int(priority)
 
 
 def check_fields(settings: Any) -> None:
     """Check each field of a dataclass whose annotations have a `Range`."""
     for field in fields(settings):
-        kind, check, *_ = get_args(field.type)
+        kind, values, *_ = get_args(field.type)
         value = getattr(settings, field.name)
         if value is not None or NoneType not in get_args(kind):
-            check(field.name, value)
+            values.check(field.name, value)
 
 
 @dataclass(frozen=True)
@@ -317,12 +282,10 @@ class Settings:
         SECONDS_OR_ZERO,
         "Longest time for which a batch is held while a worker is free.",
     ] = None
-    num_workers: Annotated[
-        int, Whole(1, MAX_WORKERS), "Worker processes, each with a copy of the model."
-    ] = 1
+    num_workers: Annotated[int, WORKERS, "Worker processes, each with a copy of the model."] = 1
     policy: Annotated[
         PolicyName,
-        Choice(get_args(PolicyName)),
+        choice(get_args(PolicyName)),
         "Rule for the moment at which a batch that is not full leaves.",
     ] = "adaptive"
     max_latency: Annotated[
@@ -378,7 +341,7 @@ class Settings:
         "Whether a batch for which `infer` raised is divided until the failing inputs are alone.",
     ] = True
     max_restarts: Annotated[
-        int | None, Whole(0), "Most restarts of one worker within `restart_window`."
+        int | None, whole(0), "Most restarts of one worker within `restart_window`."
     ] = 5
     restart_window: Annotated[
         float, SECONDS, "Time for which a restart counts against `max_restarts`."
@@ -391,12 +354,12 @@ class Settings:
     ] = None
     max_rss_bytes: Annotated[
         int | None,
-        Values(str(BYTES), _check_rss, "bytes"),
+        Range(BYTES.text, _check_rss, "bytes"),
         "Resident memory from which a worker is replaced.",
     ] = None
     max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
     max_frame_bytes: Annotated[
-        int, Whole(MIN_MAX_FRAME_BYTES, unit="bytes"), "Largest message to or from a worker."
+        int, whole(MIN_MAX_FRAME_BYTES, unit="bytes"), "Largest message to or from a worker."
     ] = MAX_FRAME_BYTES
     max_batch_cost: Annotated[float | None, COST_LIMIT, "Highest cost of a batch."] = None
     max_request_cost: Annotated[float | None, COST_LIMIT, "Highest cost of an input."] = None
@@ -408,12 +371,12 @@ class Settings:
     # No file can be longer than `sys.maxsize`.
     max_shared_bytes: Annotated[
         int,
-        Whole(0, sys.maxsize, "bytes"),
+        Range("0 or more", whole(0, sys.maxsize).check, "bytes"),
         "Most memory that the workers share with this process for large inputs.",
     ] = MAX_SHARED_BYTES
     shared_memory_threshold: Annotated[
         int,
-        Whole(MIN_SHARED_MEMORY_THRESHOLD, MAX_SHARED_MEMORY_THRESHOLD, "bytes"),
+        whole(MIN_SHARED_MEMORY_THRESHOLD, MAX_SHARED_MEMORY_THRESHOLD, "bytes"),
         "Smallest buffer of a large batch that reaches the model as a view of shared memory.",
     ] = SHARED_MEMORY_THRESHOLD
     freeze_gc: Annotated[
@@ -424,7 +387,7 @@ class Settings:
     ] = ()
     shared: Annotated[
         bool | str,
-        Values("True, False or a name", _check_shared),
+        Range("True, False or a name", _check_shared),
         "Whether the processes of a server share one set of workers, in a host process.",
     ] = False
     shared_version: Annotated[
@@ -433,13 +396,13 @@ class Settings:
     # After the checks a list of names, and `num_workers` the workers on them.
     devices: Annotated[
         str | Sequence[str] | None,
-        Values('`"auto"`, a device, or a list of devices', check_devices),
+        Range('`"auto"`, a device, or a list of devices', check_devices),
         "Devices of the workers, which take them in turn; replaces `num_workers`.",
     ] = None
-    workers_per_device: Annotated[int, Whole(1, MAX_WORKERS), "Workers on each of `devices`."] = 1
+    workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
     stage_threads: Annotated[
         int | None,
-        Whole(1, MAX_STAGE_THREADS),
+        whole(1, MAX_STAGE_THREADS),
         "Threads of each worker for `prepare` and `finish` of the model.",
     ] = None
     enabled: Annotated[bool, SWITCH, "Whether requests share batches."] = True
@@ -493,7 +456,7 @@ class Settings:
                 f"num_workers={self.num_workers}: devices={devices!r:.100} and workers_per_device="
                 f"{self.workers_per_device} give {count} workers; omit num_workers"
             )
-        Whole(1, MAX_WORKERS)("devices * workers_per_device", count)
+        WORKERS.check("devices * workers_per_device", count)
         place_workers(devices, count, os.environ)
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "num_workers", count)
@@ -544,7 +507,7 @@ class Option:
 
     def __str__(self) -> str:
         """Describe the unit and the range."""
-        parts = (self.range.unit, str(self.range), "or None" if self.is_optional else "")
+        parts = (self.range.unit, self.range.text, "or None" if self.is_optional else "")
         return ", ".join(filter(None, parts))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.settings import COUNT, Choice, Whole
+from fast_batcher.settings import COUNT, choice, whole
 
 Unequal = Literal["error", "group"]
 Outputs = Literal["auto", "rows", "several"]
@@ -14,7 +14,7 @@ PadValue = bool | int | float | complex
 
 # More axes than NumPy arrays can have (64 since NumPy 2.0) are a typing error.
 MOST_DIMS: Final = 64
-_AXIS: Final = Whole(-MOST_DIMS, MOST_DIMS - 1)
+_AXIS: Final = whole(-MOST_DIMS, MOST_DIMS - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def _check_axes(name: str, axes: object, most: int, remedy: str) -> tuple[int, .
     several = axes if isinstance(axes, tuple | list) else (axes,)
     try:
         for axis in several:
-            _AXIS(name, axis)
+            _AXIS.check(name, axis)
     except ConfigurationError:
         several = ()
     if not 0 < len(several) <= most:
@@ -162,7 +162,7 @@ def _check_axes(name: str, axes: object, most: int, remedy: str) -> tuple[int, .
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
-    Choice(choices)(name, value)
+    choice(choices).check(name, value)
     return value
 
 
@@ -172,7 +172,7 @@ def _check_sizes(sizes: object) -> tuple[int, ...]:
             f"allowed_batch_sizes={sizes!r:.200}: give whole numbers of 1 or more, as in (1, 8, 32)"
         )
     for size in sizes:
-        COUNT("allowed_batch_sizes", size)
+        COUNT.check("allowed_batch_sizes", size)
     return tuple(sorted(set(sizes)))
 
 

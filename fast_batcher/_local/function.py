@@ -34,10 +34,11 @@ from fast_batcher.settings import (
     COUNT,
     OBSERVERS,
     SWITCH,
-    Choice,
-    Duration,
-    Whole,
+    Range,
     check_fields,
+    choice,
+    duration,
+    whole,
 )
 from fast_batcher.types import Cache, PriorityStrategy
 
@@ -90,24 +91,28 @@ def _check_tokens(name: str, value: object) -> None:
         )
 
 
+_STRATEGY = Range("PriorityStrategy", _check_strategy)
+_TOKENS = Range("dict of numbers by feature", _check_tokens)
+
+
 @dataclass(frozen=True)
 class DecoratorSettings:
     """The options of one decorated function."""
 
     batch_size: Annotated[int, BATCH_SIZE] = 32
-    timeout_ms: Annotated[float, Duration(zero_allowed=True, unit="milliseconds")] = 5.0
-    small_batch_threshold: Annotated[int, Whole(0)] = 8
+    timeout_ms: Annotated[float, duration(zero_allowed=True, unit="milliseconds")] = 5.0
+    small_batch_threshold: Annotated[int, whole(0)] = 8
     max_batch_length: Annotated[int | None, COUNT] = None
     max_queue_size: Annotated[int | None, COUNT] = None
     isolate_errors: Annotated[bool, SWITCH] = True
     observers: Annotated[Sequence[Observer], OBSERVERS] = ()
-    priority_strategy: Annotated[PriorityStrategy, _check_strategy] = PriorityStrategy.NONE
+    priority_strategy: Annotated[PriorityStrategy, _STRATEGY] = PriorityStrategy.NONE
     cache: Annotated[Cache | None, CACHE] = None
-    pad_tokens: Annotated[Mapping[str, float] | None, _check_tokens] = None
-    pad_token: Annotated[Mapping[str, float] | None, _check_tokens] = None
-    padding_side: Annotated[Side, Choice(get_args(Side))] = "right"
+    pad_tokens: Annotated[Mapping[str, float] | None, _TOKENS] = None
+    pad_token: Annotated[Mapping[str, float] | None, _TOKENS] = None
+    padding_side: Annotated[Side, choice(get_args(Side))] = "right"
     spread_kwargs: Annotated[bool, SWITCH] = False
-    outputs: Annotated[Outputs, Choice(get_args(Outputs))] = "several"
+    outputs: Annotated[Outputs, choice(get_args(Outputs))] = "several"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -214,7 +214,7 @@ def test_each_option_says_what_a_file_or_a_command_line_needs() -> None:
     devices = OPTIONS["devices"]
     assert (devices.types, devices.is_optional, devices.default) == ((str, list), True, None)
     assert OPTIONS["timeout"].types == (float,)
-    assert str(OPTIONS["timeout"]) == "seconds, above 0, or None"
+    assert str(OPTIONS["timeout"]) == "seconds, more than 0, or None"
 
 
 @pytest.mark.parametrize(
