@@ -190,6 +190,10 @@ _METHODS = (
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
+# The methods of a model without `batchable` methods.
+INFER_ALONE: tuple[tuple[str, int | None], ...] = (("infer", None),)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model and its arguments, pickled for the workers.
@@ -202,9 +206,9 @@ class ModelSpec:
     pickled: bytes
     # Dotted name of the module that has the class.
     module: str = ""
-    # The methods of a model that has several, each with its `max_batch_size` or None for the
-    # batcher's; "infer" is among them if the model has it. Empty for an ordinary model.
-    methods: tuple[tuple[str, int | None], ...] = ()
+    # The methods of the model, each with its `max_batch_size` or None for the batcher's; "infer" is
+    # the first if the model has it.
+    methods: tuple[tuple[str, int | None], ...] = INFER_ALONE
     # Part of the keys of cached outputs: "" for the arguments of the construction, and random for
     # those of a reload, so that no other process, earlier or later, has cached outputs of other
     # weights under them.
@@ -258,7 +262,7 @@ def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
     Raises:
         ConfigurationError: The model has such methods, and the batcher is shared.
     """
-    if shared and model_spec.methods:
+    if shared and model_spec.methods != INFER_ALONE:
         raise ConfigurationError(
             f"shared={shared!r}: {model_spec.name} has batchable methods, which a shared batcher "
             "cannot call; give each method a model of its own, or omit shared"
@@ -267,12 +271,12 @@ def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
 
 def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
     methods = find_methods(model) if isinstance(model, type) else {}
-    if not methods:
-        return ()
     sizes = {name: options.max_batch_size for name, options in methods.items()}
-    if getattr(model, "infer", None) is not no_infer:
-        sizes = {"infer": None, **sizes}  # the size of an `infer` that is marked, too
-    return tuple(sizes.items())
+    if getattr(model, "infer", None) is no_infer:
+        return tuple(sizes.items())
+    return tuple(
+        {**dict(INFER_ALONE), **sizes}.items()
+    )  # the size of an `infer` that is marked, too
 
 
 def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:

@@ -324,7 +324,7 @@ class RankedQueue:
         )
 
     def has_full_group(self, count: int) -> bool:
-        """Whether a full batch of one group and priority waits; `count` is one without methods."""
+        """Whether a full batch of one group and priority waits: of its method, or of `count`."""
         return any(
             len(lane.requests)
             >= (count if group is None or group.method is None else group.method.size_cap.size)

@@ -24,10 +24,7 @@ from fast_batcher._core.prediction import (
     Backlog,
     BatchTimes,
     Method,
-    SizeCap,
-    cap_of,
-    method_of,
-    shrink,
+    Methods,
 )
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
 from fast_batcher._core.values import (
@@ -122,12 +119,12 @@ class Retries:
         self._put_first([waiting[:middle], waiting[middle:]], until)
         return []
 
-    def take(self, size_cap: SizeCap) -> RetryGroup | None:
+    def take(self, methods: Methods) -> RetryGroup | None:
         """Remove and return the next batch of one group, None if there are none."""
         while self.groups:
             group = self.groups.popleft()
             requests = [request for request in group.requests if not request.is_settled]
-            count = cap_of(group.requests[0].group, size_cap).size
+            count = methods.of(group.requests[0].group).size_cap.size
             if len(requests) > count:
                 self.groups.appendleft(group._replace(requests=requests[count:]))
             if requests:
@@ -329,9 +326,9 @@ class DeadlineBatches:
     measured.
     """
 
-    def __init__(self, times: BatchTimes, size_cap: SizeCap) -> None:
+    def __init__(self, times: BatchTimes, methods: Methods) -> None:
         self._times = times
-        self._size_cap = size_cap
+        self._methods = methods
         # Whether the queue may hold requests whose target comes from `max_latency`.
         self.has_set_targets = False
         # Requests that `choose` has removed from the queue; the scheduler settles them.
@@ -355,7 +352,7 @@ class DeadlineBatches:
         start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
         requests, is_smaller = self._choose(start, queue)
         is_other = is_smaller or bool(self.dropped)
-        full = cap_of(requests[0].group, self._size_cap).size
+        full = self._methods.of(requests[0].group).size_cap.size
         if is_other and slot.batches and len(requests) < full:
             # A second batch is full, or waits in the queue for what arrives.
             slot.is_second_late = True
@@ -366,12 +363,15 @@ class DeadlineBatches:
         """Return whether it cannot be predicted if the next batch meets its targets."""
         if self._times.is_known:
             return False
-        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
-        return any(target_of(request) < inf for request in requests)
+        return any(target_of(request) < inf for request in self._next(queue))
+
+    def _next(self, queue: RankedQueue) -> list[Request]:
+        """Return the next batch without regard to targets; it stays in the queue."""
+        return queue.choose(self._methods.of(queue.next_group).size_cap.size)
 
     def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
         """Choose a batch that begins at `start`; the flag says that targets made it smaller."""
-        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+        requests = self._next(queue)
         if not self._times.is_known:
             return requests, False
         while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
@@ -379,7 +379,7 @@ class DeadlineBatches:
                 return self._choose_of_last(start, queue, requests)
             # Others can run in their place.
             self._drop(queue, [one for one in requests if target_of(one) < finish])
-            requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+            requests = self._next(queue)
         return requests, False
 
     def _choose_of_last(
@@ -439,18 +439,17 @@ class Scheduler:
         self._timeout = or_infinite(limits.timeout)
         self._packer = packer
         ranks = (packer, limits.max_latency, limits.max_queue_bytes)
-        self._methods = methods
-        is_ranked = is_grouped or bool(methods) or ranks != (None, None, None)
+        methods = methods or [Method("infer", None, limits.max_batch_size)]
+        self._methods = Methods(methods)
+        is_ranked = is_grouped or len(methods) > 1 or ranks != (None, None, None)
         self.queue: Queue = RankedQueue(packer) if is_ranked else RequestQueue()
         self.workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
-        # The most requests that a batch may have now.
-        self._size_cap = SizeCap(limits.max_batch_size)
-        self._times = BatchTimes(self._size_cap, packer)
+        self._times = BatchTimes(self._methods, packer)
         # The seconds of batches by their size, as far as they were learned.
         self.service = self._times.by_size
         self._admission = Admission(limits, self._times, self.workers, self._retries, measure_size)
-        self._deadline_batches = DeadlineBatches(self._times, self._size_cap)
+        self._deadline_batches = DeadlineBatches(self._times, self._methods)
         self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_request_id = self._next_batch_id = 0
         # Lower bound of the next expiry of a waiting request, as in the worker table.
@@ -480,8 +479,7 @@ class Scheduler:
     @property
     def is_short_of_memory(self) -> bool:
         """Whether batches are smaller for now because the model ran out of memory."""
-        caps = [self._size_cap, *[method.size_cap for method in self._methods]]
-        return any(cap.is_watching for cap in caps)
+        return any(method.size_cap.is_watching for method in self._methods)
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one's bytes."""
@@ -545,7 +543,6 @@ class Scheduler:
             self._deadline_batches.has_set_targets = True
         self._admission.reconfigure(limits)
         self._policy = policy or self._policy
-        self._size_cap.limit(limits.max_batch_size)
         for method in self._methods:
             method.reconfigure(limits.max_batch_size)
 
@@ -589,7 +586,7 @@ class Scheduler:
             if begun is not None and batch.id <= begun:
                 progress = BatchProgress.BEGUN
                 if out_of_memory and len(batch.requests) > 1:
-                    shrink(batch, self._size_cap)
+                    self._methods.ran_out(batch)
             elif taken is not None and batch.id <= taken:
                 progress = BatchProgress.TAKEN
             given_up = self._retries.after_loss(batch, progress)
@@ -624,14 +621,14 @@ class Scheduler:
             self._policy.batch_done(now, len(batch.requests), self._load())
         else:
             self._policy.batch_skipped()
-        cap_of(batch.requests[0].group, self._size_cap).went_well(len(batch.requests))
+        self._methods.of(batch.requests[0].group).size_cap.went_well(len(batch.requests))
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
     ) -> list[Request]:
         """Divide and retry a batch for which `infer` raised, after `batch_done` has returned it."""
         if out_of_memory:
-            shrink(batch, self._size_cap)
+            self._methods.ran_out(batch)
         failed = self._retries.after_failure(now, batch, may_divide=not is_fatal)
         if not failed:
             self._next_expiry = min(self._next_expiry, batch.deadline)
@@ -698,7 +695,7 @@ class Scheduler:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
         # Retries go first, to idle workers. The size cap may have fallen below the group's size.
         while self._retries.groups and (slot := self.workers.least_loaded(1)) is not None:
-            group = self._retries.take(self._size_cap)
+            group = self._retries.take(self._methods)
             if group is None:
                 break
             self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
@@ -706,7 +703,8 @@ class Scheduler:
             slot = self.workers.least_loaded()
             if slot is None:
                 break
-            is_full = self.queue.is_full(cap_of(self.queue.next_group, self._size_cap).size)
+            size = self._methods.of(self.queue.next_group).size_cap.size
+            is_full = self.queue.is_full(size)
             # A busy worker gets only full batches, and none while retries wait: these need an idle
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
@@ -714,7 +712,7 @@ class Scheduler:
             release = _FULL if is_full else self._decide(now)
             if release is not _IDLE and not isinstance(release, Release):
                 return release
-            requests, release = self._choose(now, slot, release, actions)
+            requests, release = self._choose(now, slot, size, release, actions)
             if not requests:
                 break
             self._send(now, slot, requests, release, actions)
@@ -726,7 +724,7 @@ class Scheduler:
         if self._admission.is_draining:
             return Release.DRAIN
         # A full batch of another group can follow.
-        if not self._policy.may_hold or self.queue.has_full_group(self._size_cap.size):
+        if not self._policy.may_hold or self.queue.has_full_group(self._methods[0].size_cap.size):
             return _IDLE
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
@@ -735,18 +733,16 @@ class Scheduler:
         return Release.DEADLINE if until <= now else min(decision, until)
 
     def _load(self) -> Load:
-        method = method_of(self.queue.next_group)
-        service = self._times.by_size if method is None else method.service
-        size = cap_of(self.queue.next_group, self._size_cap).size
-        ready = len(self.workers.assignable)
-        return Load(self.queue.size, self.workers.running, ready, size, service)
+        method = self._methods.of(self.queue.next_group)
+        workers, size = self.workers, method.size_cap.size
+        return Load(self.queue.size, workers.running, len(workers.assignable), size, method.service)
 
     def _choose(
-        self, now: float, slot: WorkerSlot, release: Release, actions: list[Action]
+        self, now: float, slot: WorkerSlot, size: int, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
         """Choose the next batch, and expire requests that would be late; empty if it must wait."""
         if not isinstance(self.queue, RankedQueue):
-            return self.queue.choose(self._size_cap.size), release
+            return self.queue.choose(size), release
         requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
         if dropped := self._deadline_batches.dropped:
             rejection = self._admission.rejection_of_dropped(now, self.queue)

@@ -156,7 +156,7 @@ class Group:
 
     def __init__(self, key: Any, method: Any = None) -> None:
         self.key: Final = key
-        # A `Method`, None if the model has only one.
+        # A `Method`, None for the model's first.
         self.method: Final = method
 
 
