@@ -1,12 +1,12 @@
 """The life of a host by its API processes, the process that reports, and open calls. Pure."""
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from math import inf
 from typing import Final, NamedTuple
 
-from fast_batcher._core.values import Phase, Request, settle_open
+from fast_batcher._core.queue import Deadlines
+from fast_batcher._core.values import RETRYING, SENT, Request, settle_open
 
 # Seconds for which a host without an API process waits for the next. A server replaces a crashed
 # process within seconds, and the models need not be loaded again.
@@ -69,9 +69,6 @@ GRACE: Final = 0.1
 # A request fails after this many hosts died while they had it: it is sent again once.
 MOST_LOSSES: Final = 2
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_SENT = Phase.SENT
-
 
 class HostLoss(NamedTuple):
     """Consequences of the death of a host."""
@@ -98,10 +95,9 @@ class OpenCalls:
         self._ids = count()
         # In order of arrival, which is also the order of their deadlines.
         self._plain: dict[int, Request] = {}
-        # With deadlines of their own: these are also in the heap.
-        self._timed: dict[int, Request] = {}
-        # Entries of requests that have ended stay until they reach the top or are the majority.
-        self._deadlines: list[tuple[float, int]] = []
+        # With deadlines of their own.
+        timed = self._timed = dict[int, Request]()
+        self._deadlines = Deadlines(lambda request: request.id in timed)
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._timed)
@@ -115,7 +111,7 @@ class OpenCalls:
         request.arrival = now
         if request.has_explicit_deadline:
             self._timed[request.id] = request
-            heappush(self._deadlines, (request.deadline, request.id))
+            self._deadlines.add(request)
         else:
             request.deadline = now + self._timeout
             self._plain[request.id] = request
@@ -129,9 +125,7 @@ class OpenCalls:
         request = self._plain.pop(id, None)
         if request is None:
             request = self._timed.pop(id, None)
-            if len(self._deadlines) > 2 * len(self._timed) + 1000:
-                self._deadlines = [(one.deadline, one.id) for one in self._timed.values()]
-                heapify(self._deadlines)
+            self._deadlines.sweep(self._timed.values(), len(self._timed))
         return request
 
     @property
@@ -139,9 +133,7 @@ class OpenCalls:
         """Earliest moment at which a request may end without an answer of the host."""
         plain = next(iter(self._plain.values()), None)
         earliest = inf if plain is None else plain.deadline
-        if self._deadlines:
-            earliest = min(earliest, self._deadlines[0][0])
-        return earliest + GRACE
+        return min(earliest, self._deadlines.earliest()) + GRACE
 
     def expire(self, now: float) -> list[Request]:
         """Settle and return the requests that the host should have ended before."""
@@ -150,10 +142,8 @@ class OpenCalls:
             if request.deadline + GRACE > now:
                 break
             expired.append(request)
-        while self._deadlines and self._deadlines[0][0] + GRACE <= now:
-            request_id = heappop(self._deadlines)[1]
-            if request_id in self._timed:
-                expired.append(self._timed[request_id])
+        while self._deadlines.earliest() + GRACE <= now:
+            expired.append(self._deadlines.pop())
         for request in expired:
             self.remove(request.id)
         return settle_open(expired)
@@ -164,7 +154,7 @@ class OpenCalls:
         failed: list[Request] = []
         poisonous: list[Request] = []
         for request in sorted(self, key=lambda one: one.id):
-            if request.phase is not _SENT:
+            if request.phase != SENT:
                 continue
             request.losses += 1
             if not self._idempotent:
@@ -172,7 +162,7 @@ class OpenCalls:
             elif request.losses >= MOST_LOSSES:
                 poisonous.append(request)
             else:
-                request.phase = Phase.RETRYING
+                request.phase = RETRYING
                 again.append(request)
         for request in failed + poisonous:
             self.remove(request.id)
@@ -183,7 +173,6 @@ class OpenCalls:
         left = sorted(self, key=lambda one: one.id)
         self._plain.clear()
         self._timed.clear()
-        self._deadlines.clear()
         return settle_open(left)
 
 

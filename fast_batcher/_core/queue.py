@@ -6,7 +6,7 @@ its `BatchPacker` chooses the requests that share a batch.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, merge
 from itertools import chain, filterfalse, islice, takewhile
 from math import inf
@@ -14,12 +14,44 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import Group, Phase, Request, settle
+from fast_batcher._core.values import QUEUED, Group, Request, settle
 
 # Below this number of dead entries a sweep costs more than the memory is worth.
 MIN_DEAD_ENTRIES = 64
 
 _is_settled = attrgetter("is_settled")
+
+
+class Deadlines:
+    """A heap of requests by deadline.
+
+    Entries of requests that have left stay until they reach the top or are the majority.
+    """
+
+    def __init__(self, is_present: Callable[[Request], bool]) -> None:
+        # Returns whether a request has not left.
+        self._is_present = is_present
+        self._entries: list[tuple[float, int, Request]] = []
+
+    def add(self, request: Request) -> None:
+        """Add a request that has its deadline and its id."""
+        heappush(self._entries, (request.deadline, request.id, request))
+
+    def earliest(self) -> float:
+        """Return the first deadline, infinite without a request."""
+        while self._entries and not self._is_present(self._entries[0][2]):
+            heappop(self._entries)
+        return self._entries[0][0] if self._entries else inf
+
+    def pop(self) -> Request:
+        """Remove and return the request of `earliest`, which was called just before."""
+        return heappop(self._entries)[2]
+
+    def sweep(self, present: Iterable[Request], count: int) -> None:
+        """Remove all entries but those of the `count` present requests if they are the majority."""
+        if not count or len(self._entries) > 2 * count + MIN_DEAD_ENTRIES:
+            self._entries = [(request.deadline, request.id, request) for request in present]
+            heapify(self._entries)
 
 
 class RequestQueue:
@@ -282,8 +314,7 @@ class RankedQueue:
         # Every request is in two lanes: in one by its priority, in one by priority and group.
         self._levels: defaultdict[int, _Lane] = defaultdict(_Lane)
         self._lanes: defaultdict[tuple[int, Group | None], _Lane] = defaultdict(_Lane)
-        # A heap; entries of requests that left stay until they reach its top or are the majority.
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines(_is_waiting)
         # Batches taken from this queue; retries do not come from here.
         self._batches = 0
 
@@ -304,7 +335,7 @@ class RankedQueue:
             self._lanes[request.priority, request.group].add(request)
             self.size += 1
             self.bytes += request.size
-            heappush(self._deadlines, (request.deadline, request.id, request))
+            self._deadlines.add(request)
 
     @property
     def next_group(self) -> Group | None:
@@ -371,9 +402,7 @@ class RankedQueue:
         self.bytes -= request.size
         _remove_from(self._levels, request.priority, request)
         _remove_from(self._lanes, (request.priority, request.group), request)
-        if not self.size or len(self._deadlines) > 2 * self.size + MIN_DEAD_ENTRIES:
-            self._deadlines = [(one.deadline, one.id, one) for one in self]
-            heapify(self._deadlines)
+        self._deadlines.sweep(self, self.size)
 
     def raise_priority(self, request: Request, priority: int) -> None:
         """Raise the priority of a waiting request; the time is proportional to its new lane."""
@@ -391,15 +420,13 @@ class RankedQueue:
 
     def earliest_deadline(self) -> float:
         """Return the first moment at which a waiting request expires, infinite if none does."""
-        while self._deadlines and not _is_waiting(self._deadlines[0][2]):
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else inf
+        return self._deadlines.earliest()
 
     def pop_expired(self, now: float) -> list[Request]:
         """Remove and settle every request whose deadline is at or before `now`, oldest first."""
         expired = []
-        while self.earliest_deadline() <= now:
-            request = heappop(self._deadlines)[2]
+        while self._deadlines.earliest() <= now:
+            request = self._deadlines.pop()
             settle(request)
             self.discard(request)
             expired.append(request)
@@ -437,4 +464,4 @@ def _remove_from(lanes: dict[Any, _Lane], key: Any, request: Request) -> None:
 
 
 def _is_waiting(request: Request) -> bool:
-    return request.phase is Phase.QUEUED and not request.is_settled
+    return request.phase == QUEUED and not request.is_settled

@@ -28,6 +28,9 @@ from fast_batcher._core.prediction import (
 )
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
 from fast_batcher._core.values import (
+    QUEUED,
+    RETRYING,
+    SENT,
     Action,
     Batch,
     BatchProgress,
@@ -36,7 +39,6 @@ from fast_batcher._core.values import (
     ExpiryReason,
     Fail,
     Limits,
-    Phase,
     Rejection,
     Release,
     Request,
@@ -135,7 +137,7 @@ class Retries:
         for requests in reversed(groups):
             if requests:
                 for request in requests:
-                    request.phase = Phase.RETRYING
+                    request.phase = RETRYING
                 self.groups.appendleft(RetryGroup(requests, isolate_until))
 
 
@@ -416,7 +418,7 @@ class DeadlineBatches:
 
 
 # Read once: on Python 3.11 a member of an enumeration costs as much as a call.
-_FULL, _IDLE, _RETRY, _SENT = Release.FULL, Release.IDLE, Release.RETRY, Phase.SENT
+_FULL, _IDLE, _RETRY = Release.FULL, Release.IDLE, Release.RETRY
 _deadline = attrgetter("deadline")
 _has_explicit_deadline = attrgetter("has_explicit_deadline")
 
@@ -516,17 +518,17 @@ class Scheduler:
         """Cancel a request whose caller has gone; the output of a running request is dropped."""
         if not settle(request):
             return False
-        if request.phase is Phase.QUEUED:
+        if request.phase == QUEUED:
             self.queue.discard(request)
             if not self.queue.size:
                 self._policy.end_hold()
-        elif request.phase is not Phase.RETRYING:
+        elif request.phase != RETRYING:
             self.workers.caller_gone(request)
         return True
 
     def raise_priority(self, request: Request, priority: int) -> None:
         """Raise the priority of a request in the queue, where it keeps its age; ignore others."""
-        is_queued = request.phase is Phase.QUEUED and not request.is_settled
+        is_queued = request.phase == QUEUED and not request.is_settled
         if is_queued and request.priority < priority:
             self.rank_requests()
             assert isinstance(self.queue, RankedQueue), "made one"
@@ -771,7 +773,7 @@ class Scheduler:
             queue.batch_left(requests)
         batch.isolate_until, batch.left_waiting = isolate_until, queue.size
         for request in requests:
-            request.phase = _SENT
+            request.phase = SENT
             request.batch_id = batch_id
         self.workers.give(now, slot, batch)
         actions.append(Dispatch(batch))

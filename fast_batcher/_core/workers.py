@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from fast_batcher._core.values import (
+    COPYING_OUT,
+    SENT,
     Action,
     Batch,
     Expire,
     ExpiryReason,
     Limits,
-    Phase,
     Replace,
     Request,
     Skip,
@@ -191,7 +192,7 @@ class WorkerTable:
 
     def caller_gone(self, request: Request) -> None:
         """Record that the caller of a sent request has gone."""
-        batches = self.batches if request.phase is Phase.SENT else self.copying_out
+        batches = self.batches if request.phase == SENT else self.copying_out
         batch = batches.get(request.batch_id)
         if batch is not None:  # else it has been answered, and is about to be settled
             batch.open_count -= 1
@@ -235,7 +236,7 @@ class WorkerTable:
         """
         self.copying_out[batch.id] = batch
         for request in batch.requests:
-            request.phase = Phase.COPYING_OUT
+            request.phase = COPYING_OUT
 
     def end_copy_out(self, batch: Batch) -> bool:
         """Record that a batch's output has been copied out."""

@@ -12,7 +12,7 @@ from schedulers import make, poll_batches, settle
 from fast_batcher._core.prediction import BatchTimes, Method, Methods
 from fast_batcher._core.queue import AGED_BATCHES, WINDOW_BATCHES, BatchPacker, RankedQueue
 from fast_batcher._core.scheduler import DeadlineBatches, Scheduler
-from fast_batcher._core.values import Group, Phase, Release, Request
+from fast_batcher._core.values import SENT, Group, Release, Request
 from fast_batcher._core.workers import WorkerSlot
 
 GROUPS = [Group("a"), Group("b"), Group("c")]
@@ -43,7 +43,7 @@ class Arrivals:
         requests = self.queue.choose(most)
         self.queue.batch_left(requests)
         for request in requests:
-            request.phase = Phase.SENT
+            request.phase = SENT
         return requests
 
     def cancel(self, request: Request) -> None:
