@@ -176,10 +176,10 @@ class WorkerTable:
         batch.requests = [one for one in batch.requests if one.id not in withdrawn]
         settled = settle_open(requests)
         batch.open_count -= len(settled)
-        if batch.requests:
-            self.notice_deserted(batch)
-        else:
+        if not batch.requests:
             self.take_back(now, batch)
+        elif settled:
+            self.notice_deserted(batch)
         return settled
 
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
