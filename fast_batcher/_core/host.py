@@ -1,7 +1,7 @@
 """The life of a host by its API processes, the process that reports, and open calls. Pure."""
 
 from collections.abc import Iterator
-from itertools import chain, count
+from itertools import count
 from math import inf
 from typing import Final, NamedTuple
 
@@ -93,67 +93,46 @@ class OpenCalls:
         self._timeout = inf if timeout is None else timeout
         self._idempotent = idempotent
         self._ids = count()
-        # In order of arrival, which is also the order of their deadlines.
-        self._plain: dict[int, Request] = {}
-        # With deadlines of their own.
-        timed = self._timed = dict[int, Request]()
-        self._deadlines = Deadlines(lambda request: request.id in timed)
+        self._calls = Deadlines()
 
     def __len__(self) -> int:
-        return len(self._plain) + len(self._timed)
+        return len(self._calls.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._plain.values(), self._timed.values())
+        """Iterate over the requests in order of arrival."""
+        return iter(self._calls.requests.values())
 
     def add(self, now: float, request: Request) -> None:
         """Add a request that has just arrived, and give it its id."""
         request.id = next(self._ids)
         request.arrival = now
-        if request.has_explicit_deadline:
-            self._timed[request.id] = request
-            self._deadlines.add(request)
-        else:
+        if not request.has_explicit_deadline:
             request.deadline = now + self._timeout
-            self._plain[request.id] = request
+        self._calls.add(request)
 
     def find(self, id: int) -> Request | None:
         """Return a request, None if it has ended."""
-        return self._plain.get(id) or self._timed.get(id)
+        return self._calls.requests.get(id)
 
     def remove(self, id: int) -> Request | None:
         """Remove and return a request, None if it has ended."""
-        request = self._plain.pop(id, None)
-        if request is None:
-            request = self._timed.pop(id, None)
-            self._deadlines.sweep(self._timed.values(), len(self._timed))
-        return request
+        return self._calls.remove(id)
 
     @property
     def next_expiry(self) -> float:
         """Earliest moment at which a request may end without an answer of the host."""
-        plain = next(iter(self._plain.values()), None)
-        earliest = inf if plain is None else plain.deadline
-        return min(earliest, self._deadlines.earliest()) + GRACE
+        return self._calls.earliest() + GRACE
 
     def expire(self, now: float) -> list[Request]:
         """Settle and return the requests that the host should have ended before."""
-        expired = []
-        for request in self._plain.values():
-            if request.deadline + GRACE > now:
-                break
-            expired.append(request)
-        while self._deadlines.earliest() + GRACE <= now:
-            expired.append(self._deadlines.pop())
-        for request in expired:
-            self.remove(request.id)
-        return settle_open(expired)
+        return settle_open(self._calls.pop_expired(now, GRACE))
 
     def host_lost(self) -> HostLoss:
         """Sort the requests that a dead host had; requests that were not sent yet do not change."""
         again: list[Request] = []
         failed: list[Request] = []
         poisonous: list[Request] = []
-        for request in sorted(self, key=lambda one: one.id):
+        for request in self:
             if request.phase != SENT:
                 continue
             request.losses += 1
@@ -170,9 +149,7 @@ class OpenCalls:
 
     def take_all(self) -> list[Request]:
         """Remove, settle and return every request."""
-        left = sorted(self, key=lambda one: one.id)
-        self._plain.clear()
-        self._timed.clear()
+        left, self._calls = [*self], Deadlines()
         return settle_open(left)
 
 

@@ -6,7 +6,7 @@ its `BatchPacker` chooses the requests that share a batch.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, merge
 from itertools import chain, filterfalse, islice, takewhile
 from math import inf
@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import QUEUED, Group, Request, settle
+from fast_batcher._core.values import Group, Request, settle
 
 # Below this number of dead entries a sweep costs more than the memory is worth.
 MIN_DEAD_ENTRIES = 64
@@ -23,35 +23,42 @@ _is_settled = attrgetter("is_settled")
 
 
 class Deadlines:
-    """A heap of requests by deadline.
+    """Requests by id, in the order in which they were added, with a heap of their deadlines.
 
-    Entries of requests that have left stay until they reach the top or are the majority.
+    Entries of removed requests stay in the heap until they reach its top or are the majority.
     """
 
-    def __init__(self, is_present: Callable[[Request], bool]) -> None:
-        # Returns whether a request has not left.
-        self._is_present = is_present
-        self._entries: list[tuple[float, int, Request]] = []
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        # Deadlines and ids: an entry of a removed request must not keep its input.
+        self._heap: list[tuple[float, int]] = []
 
     def add(self, request: Request) -> None:
         """Add a request that has its deadline and its id."""
-        heappush(self._entries, (request.deadline, request.id, request))
+        self.requests[request.id] = request
+        heappush(self._heap, (request.deadline, request.id))
+
+    def remove(self, request_id: int) -> Request | None:
+        """Remove and return a request, None if it is not there."""
+        request = self.requests.pop(request_id, None)
+        count = len(self.requests)
+        if not count or len(self._heap) > 2 * count + MIN_DEAD_ENTRIES:
+            self._heap = [(one.deadline, one.id) for one in self.requests.values()]
+            heapify(self._heap)
+        return request
 
     def earliest(self) -> float:
         """Return the first deadline, infinite without a request."""
-        while self._entries and not self._is_present(self._entries[0][2]):
-            heappop(self._entries)
-        return self._entries[0][0] if self._entries else inf
+        while self._heap and self._heap[0][1] not in self.requests:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else inf
 
-    def pop(self) -> Request:
-        """Remove and return the request of `earliest`, which was called just before."""
-        return heappop(self._entries)[2]
-
-    def sweep(self, present: Iterable[Request], count: int) -> None:
-        """Remove all entries but those of the `count` present requests if they are the majority."""
-        if not count or len(self._entries) > 2 * count + MIN_DEAD_ENTRIES:
-            self._entries = [(request.deadline, request.id, request) for request in present]
-            heapify(self._entries)
+    def pop_expired(self, now: float, grace: float = 0.0) -> list[Request]:
+        """Remove and return the requests whose deadlines passed `grace` ago, earliest first."""
+        expired = []
+        while self.earliest() + grace <= now:
+            expired.append(self.requests.pop(heappop(self._heap)[1]))
+        return expired
 
 
 class RequestQueue:
@@ -314,7 +321,7 @@ class RankedQueue:
         # Every request is in two lanes: in one by its priority, in one by priority and group.
         self._levels: defaultdict[int, _Lane] = defaultdict(_Lane)
         self._lanes: defaultdict[tuple[int, Group | None], _Lane] = defaultdict(_Lane)
-        self._deadlines = Deadlines(_is_waiting)
+        self._deadlines = Deadlines()
         # Batches taken from this queue; retries do not come from here.
         self._batches = 0
 
@@ -402,7 +409,7 @@ class RankedQueue:
         self.bytes -= request.size
         _remove_from(self._levels, request.priority, request)
         _remove_from(self._lanes, (request.priority, request.group), request)
-        self._deadlines.sweep(self, self.size)
+        self._deadlines.remove(request.id)
 
     def raise_priority(self, request: Request, priority: int) -> None:
         """Raise the priority of a waiting request; the time is proportional to its new lane."""
@@ -424,13 +431,11 @@ class RankedQueue:
 
     def pop_expired(self, now: float) -> list[Request]:
         """Remove and settle every request whose deadline is at or before `now`, oldest first."""
-        expired = []
-        while self._deadlines.earliest() <= now:
-            request = self._deadlines.pop()
+        expired = sorted(self._deadlines.pop_expired(now), key=_age)
+        for request in expired:
             settle(request)
             self.discard(request)
-            expired.append(request)
-        return sorted(expired, key=_age)
+        return expired
 
     def _goes_by_age(self) -> bool:
         return self._batches % AGED_BATCHES == AGED_BATCHES - 1
@@ -461,7 +466,3 @@ def _remove_from(lanes: dict[Any, _Lane], key: Any, request: Request) -> None:
     lanes[key].remove(request)
     if not lanes[key].requests:
         del lanes[key]
-
-
-def _is_waiting(request: Request) -> bool:
-    return request.phase == QUEUED and not request.is_settled

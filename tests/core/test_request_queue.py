@@ -89,7 +89,7 @@ def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> No
 
 def entries(queue: Queue) -> int:
     """Places that the queue takes in memory, dead ones included."""
-    return len(queue._entries if isinstance(queue, RequestQueue) else queue._deadlines._entries)
+    return len(queue._entries if isinstance(queue, RequestQueue) else queue._deadlines._heap)
 
 
 @pytest.mark.parametrize("deadline", [50.0, inf])
