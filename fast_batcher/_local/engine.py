@@ -35,12 +35,11 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Protocol
 
-from fast_batcher._core.late_errors import LateErrors
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Dispatch, Fail, Failure, Limits, Request, settle_open
-from fast_batcher._late_error_log import log_late_error
+from fast_batcher._late_errors import LateErrors, log_late_error
 from fast_batcher._local.function import (
     DecoratorSettings,
     Function,

@@ -24,10 +24,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.explanation import BatchSample
-from fast_batcher._core.late_errors import LateErrors
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Batch, Expire, ExpiryReason, Failure, Group, Request, settle
-from fast_batcher._late_error_log import log_late_error
+from fast_batcher._late_errors import LateErrors, log_late_error
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._transport.pickling import one_line, to_cause
