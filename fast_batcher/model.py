@@ -221,11 +221,7 @@ def check_model(
     model_kwargs: object,
     max_frame_bytes: int,
 ) -> ModelSpec:
-    """Check a model and its arguments without running its code, and pickle them for the workers.
-
-    Raises:
-        ConfigurationError: A worker could not load this model, or could not receive it.
-    """
+    """Check a model and its arguments without running its code, and pickle them for the workers."""
     name = _name_of(model)
     if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
         raise ConfigurationError(
@@ -257,11 +253,7 @@ def check_model(
 
 
 def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
-    """Check that a shared batcher has a model without `batchable` methods.
-
-    Raises:
-        ConfigurationError: The model has such methods, and the batcher is shared.
-    """
+    """Check that a shared batcher has a model without `batchable` methods."""
     if shared and model_spec.methods != INFER_ALONE:
         raise ConfigurationError(
             f"shared={shared!r}: {model_spec.name} has batchable methods, which a shared batcher "
@@ -280,11 +272,7 @@ def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
 
 
 def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Describe the arguments of a model's constructor by types and names; values may be secrets.
-
-    Returns:
-        For example "model_args of types (str, int) and model_kwargs of types {token: str}".
-    """
+    """Describe the arguments of a model's constructor by types and names; values may be secrets."""
     types = ", ".join(type(value).__qualname__ for value in args)
     named = ", ".join(f"{name}: {type(value).__qualname__}" for name, value in kwargs.items())
     return f"model_args of types ({types}) and model_kwargs of types {{{named}}}"
@@ -311,20 +299,15 @@ def find_model_fault(model: type) -> str | None:
             reason = "it begins with an underscore" if name[0] == "_" else "the library has its own"
             return f"{name} cannot be the name of a batchable method: {reason}; rename it"
     called = (*_METHODS, *((name, *_BATCH) for name in marked))
-    faults = (_find_method_fault(model, *one) for one in called)
+    faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
 
 
 def warn_about_hooks(model: object) -> None:
-    """Warn about names that look like misspelt hooks, at the line that constructs the batcher.
-
-    Args:
-        model: A class; a string is ignored here, and the worker warns after the import.
-    """
-    if not isinstance(model, type):
+    """Warn about names that look like misspelt hooks, at the line that constructs the batcher."""
+    if not isinstance(model, type):  # a string: the worker warns after the import
         return
-    classes = [one for one in model.__mro__ if one is not InferenceModel]
-    own = {name for one in classes for name in vars(one)}
+    own = {name for kind in model.__mro__ if kind is not InferenceModel for name in vars(kind)}
     names = sorted(name for name in own if name[0] != "_")
     for name, hook in find_misspelt(names, set(_HOOKS) - own):
         warnings.warn(
@@ -402,11 +385,7 @@ def _check_class(model: type) -> None:
 
 
 def find_cost(model: object) -> Callable[[Any], float] | None:
-    """Return the static or class method `cost` of a model class, None if it has no `cost`.
-
-    Raises:
-        ConfigurationError: The class's `cost` needs an instance, which this process does not have.
-    """
+    """Return the static or class method `cost` of a model class, None if it has no `cost`."""
     own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
     if own is None:
         return None

@@ -517,7 +517,7 @@ def _list_options() -> Iterator[Option]:
         kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         yield Option(
             name=field.name,
-            types=tuple(found for one in kinds if (found := _TYPES_OF_TEXTS.get(one))),
+            types=tuple(_TYPES_OF_TEXTS[part] for part in kinds if part in _TYPES_OF_TEXTS),
             is_optional=NoneType in kinds,
             range=values,
             default=field.default,
@@ -623,7 +623,7 @@ def _find_close(name: str, known: Collection[str], likeness: float) -> str | Non
 def _find_meaning(words: Collection[str], known: Collection[str]) -> str | None:
     """Return the known parameter that the words stand for."""
     for phrase, parameters in _MEANINGS.items():
-        found = [one for one in parameters if one in known]
+        found = [parameter for parameter in parameters if parameter in known]
         if found and set(phrase.split()) <= set(words):
             return found[0]
     return None

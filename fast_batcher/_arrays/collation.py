@@ -122,18 +122,38 @@ class Collation:
         """Fill rows up to the longest of their batch, then join them as `stack` does.
 
         Rows keep their dtype. They have to be equal in everything but the lengths of padded axes.
+
+        Args:
+            value: Number that fills up every feature without an entry in `values`. It has to fit
+                the dtype: 300 in a uint8 or 0.5 in an int64 is an error. With None only the
+                features in `values` are padded.
+            values: Numbers by the name of the feature.
+            side: The end of the axis at which the filling goes.
+            sides: The same by the name of the feature.
+            dims: The padded axes of a row, without the batch axis; a feature may lack some.
+            mask: Name under which every row, which has to be a mapping, gets an int64 mask: 1 where
+                the data is, 0 where the filling is. Its axes are the padded ones.
+            mask_of: The feature that the mask describes. Not needed where all padded features of a
+                row have the same lengths.
+            batch_dim: See `stack`, as for the other arguments.
+            unequal: See there.
+            outputs: See there.
+            allowed_batch_sizes: See there.
+
+        Raises:
+            ConfigurationError: An argument is wrong.
         """
         remedy = "give the number of an axis of a row, or several as a tuple"
         padding = Padding(
             value=None if value is None else _check_pad_value("value", value),
             values={
-                name: _check_pad_value(f"values[{name!r}]", one)
-                for name, one in _check_names("values", values).items()
+                name: _check_pad_value(f"values[{name!r}]", number)
+                for name, number in _check_names("values", values).items()
             },
             side=_check_choice("side", side, get_args(Side)),
             sides={
-                name: _check_choice(f"sides[{name!r}]", one, get_args(Side))
-                for name, one in _check_names("sides", sides).items()
+                name: _check_choice(f"sides[{name!r}]", end, get_args(Side))
+                for name, end in _check_names("sides", sides).items()
             },
             dims=_check_axes("dims", dims, MOST_DIMS, remedy),
             mask=_check_name("mask", mask),

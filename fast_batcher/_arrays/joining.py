@@ -192,7 +192,7 @@ def may_have_axis(spec: Spec, dim: int) -> bool:
 def stack_leaves(
     leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding | None, like: Spec
 ) -> Any:
-    """Join the leaves of many rows along a new axis."""
+    """Join leaves of one spec along a new axis; numbers get the library of the spec `like`."""
     if spec.kind == "none":
         return None
     if spec.kind == "text":
@@ -306,7 +306,7 @@ class Row(NamedTuple):
 
 
 def make_row(value: Any, collation: Collation) -> Row:
-    """Flatten one input and describe its leaves."""
+    """Flatten and describe one input; CollationError if it cannot be joined to any other."""
     padding = collation.padding
     row = _flatten_row(value, padding)
     if padding is not None and padding.mask is not None:
@@ -411,7 +411,7 @@ _ATOMS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def join(rows: Sequence[Any], collation: Collation) -> Any:
-    """Join rows to one batch."""
+    """Join one or more rows to one structure whose arrays have one axis more, at `batch_dim[0]`."""
     if not rows:
         raise CollationError("there are no rows to join: what is joined needs one or more")
     first = make_row(rows[0], collation)
@@ -452,7 +452,7 @@ def split(
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
-    """Split a batch into its rows, the inverse of `join`."""
+    """Split a batch of `count` rows, the inverse of `join`; without `copy` into views of arrays."""
     axis = collation.batch_dim[1]
     is_rows = functools.partial(_is_rows, dim=axis, reading=collation.outputs)
     return _split(batch, count, axis, is_rows, to_cpu=to_cpu, copy=copy)
@@ -554,7 +554,7 @@ def _own_row(row: Any, *, to_cpu: bool) -> Any:
 
 
 def split_rows(batch: Any, collation: Collation) -> list[Any]:
-    """Split an input that is itself a batch into its rows."""
+    """Split an input that is itself a batch, with its axis at `batch_dim[0]`, into its rows."""
     axis = collation.batch_dim[0]
     leaves, tree = flatten(batch, _is_list)
     counts = {
@@ -663,6 +663,9 @@ def list_outputs(
     outputs: Any, count: int, returned: str, *, copies: bool, to_cpu: bool = True
 ) -> list[Any]:
     """Return the outputs of a batch as a list: an array or tensor is split along its first axis."""
+    # A view of a row keeps the whole batch in memory, and changes when the model fills the array
+    # again: so rows of tensors are copied, and those of arrays with `copies`. `returned` is the
+    # subject and verb of error messages.
     # A subclass of list may iterate over something else than its items.
     if type(outputs) is list and len(outputs) == count:
         return outputs

@@ -202,7 +202,7 @@ class Reporting:
     def choose(self, now: float) -> int | None:
         """Keep the reporter, or choose the next one; return it, None without a process."""
         if self.reporter is None or not self._reads(now, self.reporter):
-            reading = [one for one in self._unread_since if self._reads(now, one)]
+            reading = [tenant for tenant in self._unread_since if self._reads(now, tenant)]
             present = [self.reporter] if self.reporter is not None else [*self._unread_since]
             self.reporter = next(iter(reading or present), None)
         return self.reporter

@@ -207,7 +207,7 @@ class BatchTimes:
         """
         if not requests:
             return
-        cost = sum([one.cost for one in requests]) / len(requests)
+        cost = sum([request.cost for request in requests]) / len(requests)
         for size, seconds in self.unpriced_warm_ups:
             self.by_charge.observe(size * cost, seconds)
         self.unpriced_warm_ups.clear()
@@ -215,7 +215,7 @@ class BatchTimes:
     def seconds_until_free(
         self, now: float, slot: WorkerSlot, read: Callable[[float], float] | None = None
     ) -> float:
-        """Predict the seconds until a worker has answered all of its batches."""
+        """Predict, by `high` or `read`, the seconds until a worker has answered its batches."""
         if not slot.batches or not self.is_known:
             return 0.0
         read = read or self.by_charge.high

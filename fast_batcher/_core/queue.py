@@ -19,7 +19,7 @@ from fast_batcher._core.values import Group, Request, settle
 # Below this number of dead entries a sweep costs more than the memory is worth.
 MIN_DEAD_ENTRIES = 64
 
-_is_settled = attrgetter("is_settled")
+_is_settled, _cost_of = attrgetter("is_settled"), attrgetter("cost")
 
 
 class Deadlines:
@@ -43,7 +43,7 @@ class Deadlines:
         request = self.requests.pop(request_id, None)
         count = len(self.requests)
         if not count or len(self._heap) > 2 * count + MIN_DEAD_ENTRIES:
-            self._heap = [(one.deadline, one.id) for one in self.requests.values()]
+            self._heap = [(left.deadline, left.id) for left in self.requests.values()]
             heapify(self._heap)
         return request
 
@@ -177,7 +177,7 @@ class BatchPacker:
         return len(costs) * max(costs) if self._is_padded else sum(costs)
 
     def fill(self, chosen: list[Request], window: Sequence[Request], most: int) -> None:
-        """Add requests to a batch."""
+        """Add requests of the window to a batch, which its first request joins at any cost."""
         rest = list(window)
         if not chosen and rest:
             chosen.append(rest.pop(0))
@@ -200,8 +200,10 @@ class BatchPacker:
         highest = max((request.cost for request in chosen), default=0.0)
         # The nearest last, and of those of one cost the oldest: sorting keeps their order.
         rest.reverse()
-        shorter = sorted([one for one in rest if one.cost <= highest], key=_cost_of)
-        longer = sorted([one for one in rest if one.cost > highest], key=_cost_of, reverse=True)
+        shorter = [request for request in rest if request.cost <= highest]
+        longer = [request for request in rest if request.cost > highest]
+        shorter.sort(key=_cost_of)
+        longer.sort(key=_cost_of, reverse=True)
         best, best_size = self._work_per_second(total, len(chosen) * highest), len(chosen)
         while len(chosen) < most:
             size = len(chosen) + 1
@@ -229,10 +231,6 @@ class BatchPacker:
         """Return work over the predicted seconds; 0 without work, and before any observation."""
         seconds = self.service.median(charge) if self.service.is_known else 0.0
         return work / seconds if seconds else 0.0
-
-
-def _cost_of(request: Request) -> float:
-    return request.cost
 
 
 # Every eighth batch is built by age. That bounds the wait of low priorities, and takes at most an
@@ -273,10 +271,10 @@ class _Lane:
 
     def insert(self, request: Request) -> None:
         """Add a request that may be older than others of the lane."""
-        younger = [one for one in self.requests.values() if one.id > request.id]
+        younger = [other for other in self.requests.values() if other.id > request.id]
         self.add(request)
-        for one in younger:
-            self.requests.move_to_end(one.id)
+        for other in younger:
+            self.requests.move_to_end(other.id)
         if younger:
             # Of two equal positions neither is passed over for longer.
             request.lane_position = younger[0].lane_position

@@ -88,7 +88,7 @@ class Retries:
     def after_loss(
         self, batch: Batch, progress: BatchProgress
     ) -> tuple[list[Request], list[Request]]:
-        """Retry the requests of a dead worker's batch, or settle them."""
+        """Retry the requests of a dead worker's batch; return the failed and the poisonous ones."""
         failed: list[Request] = []
         poisonous: list[Request] = []
         again: list[Request] = []
@@ -105,7 +105,7 @@ class Retries:
                 again.append(request)
         settle_open(failed + poisonous)
         self._put_first(
-            [again] if progress is BatchProgress.SENT else [[one] for one in again], inf
+            [again] if progress is BatchProgress.SENT else [[request] for request in again], inf
         )
         return failed, poisonous
 
@@ -263,7 +263,7 @@ class Admission:
         self._times.is_wanted = True
         backlog = self.backlog(now, queue)
         mean_cost = sum([request.cost for request in requests]) / len(requests)
-        levels = {one.priority for one in requests}
+        levels = {request.priority for request in requests}
         ahead_of = {priority: queue.ahead_of(priority) for priority in levels}
 
         def predict(request: Request, accepted: int) -> float:
@@ -347,7 +347,10 @@ class DeadlineBatches:
     def choose(
         self, now: float, slot: WorkerSlot, queue: RankedQueue
     ) -> tuple[list[Request], bool]:
-        """Choose the next batch, which stays in the queue, and drop requests that would be late."""
+        """Choose the next batch and drop late requests; return whether targets changed the choice.
+
+        The batch stays in the queue. It is empty if it is to wait.
+        """
         # A batch that was sent cannot be dropped any more, however long the one before it takes.
         if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
             return [], False
@@ -380,7 +383,7 @@ class DeadlineBatches:
             if len(requests) == queue.size:
                 return self._choose_of_last(start, queue, requests)
             # Others can run in their place.
-            self._drop(queue, [one for one in requests if target_of(one) < finish])
+            self._drop(queue, [request for request in requests if target_of(request) < finish])
             requests = self._next(queue)
         return requests, False
 
@@ -389,12 +392,14 @@ class DeadlineBatches:
     ) -> tuple[list[Request], bool]:
         """Drop requests that would be late even alone, except the last one; shrink the batch."""
         hopeless = [
-            one for one in requests if target_of(one) < start + self._times.seconds_of([one])
+            request
+            for request in requests
+            if target_of(request) < start + self._times.seconds_of([request])
         ]
         if len(hopeless) == len(requests):
             hopeless.pop()
         self._drop(queue, hopeless)
-        requests = [one for one in requests if one not in hopeless]
+        requests = [request for request in requests if request not in hopeless]
         size = self._largest_in_time(start, requests)
         return requests[:size], size < len(requests)
 
@@ -490,7 +495,7 @@ class Scheduler:
         return request is None or self._admission.count_fitting(self.queue, [request]) == 1
 
     def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
-        """Take requests into the queue, in their order."""
+        """Enqueue the requests of one turn; return the rejected ones, which the shell settles."""
         if self._times.unpriced_warm_ups:
             self._times.price_warm_ups(requests)
         are_named = any(map(_has_explicit_deadline, requests))
@@ -515,7 +520,7 @@ class Scheduler:
         return rejected
 
     def cancel(self, request: Request) -> bool:
-        """Cancel a request whose caller has gone; the output of a running request is dropped."""
+        """Cancel a request whose caller has gone, False if it has ended; its output is dropped."""
         if not settle(request):
             return False
         if request.phase == QUEUED:
@@ -566,7 +571,7 @@ class Scheduler:
     def worker_ready(
         self, now: float, worker: int, times: Iterable[tuple[float, float]] = (), stages: int = 1
     ) -> None:
-        """Add a worker that has loaded its model."""
+        """Add a worker with its stages, and the sizes and seconds of its warm-up batches."""
         self.workers.add(worker, stages)
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self.queue))
@@ -579,7 +584,11 @@ class Scheduler:
         *,
         out_of_memory: bool = False,
     ) -> tuple[list[Request], list[Request]]:
-        """Remove a worker that has died or is being ended, and retry its requests if allowed."""
+        """Remove a dead worker and retry its requests; return the failed and the poisonous ones.
+
+        `taken` and `begun` are the ids of the batches that it last read, and last began to compute;
+        ids rise in the order of sending. The returned requests are settled.
+        """
         failed: list[Request] = []
         poisonous: list[Request] = []
         # The youngest batch first: each is put before the others, so the oldest ends up first.
@@ -598,7 +607,11 @@ class Scheduler:
     def batch_done(
         self, now: float, worker: int, batch_id: int, has_raised: bool = False
     ) -> Batch | None:
-        """Take an answered batch from its worker, and learn from its time."""
+        """Take an answered batch from its worker, and learn from its time, unless `infer` raised.
+
+        The shell settles its requests, after `batch_raised` if `infer` raised. None if the worker
+        does not have such a batch, and so breaks the protocol.
+        """
         batch = self.workers.find(worker, batch_id)
         if batch is None:
             return None
@@ -628,7 +641,11 @@ class Scheduler:
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
     ) -> list[Request]:
-        """Divide and retry a batch for which `infer` raised, after `batch_done` has returned it."""
+        """Divide and retry a batch for which `infer` raised; return the requests that fail.
+
+        Called after `batch_done`. With `is_fatal` the worker cannot continue, and nothing is
+        retried. The shell settles the returned requests.
+        """
         if out_of_memory:
             self._methods.ran_out(batch)
         failed = self._retries.after_failure(now, batch, may_divide=not is_fatal)
@@ -657,16 +674,18 @@ class Scheduler:
 
     def open_requests(self) -> list[Request]:
         """Return every request, waiting or running, whose caller still waits."""
-        running = [one for batch in self.workers.all_batches() for one in batch.requests]
-        return [one for one in (*self.queue, *self._retries, *running) if not one.is_settled]
+        running = chain.from_iterable(batch.requests for batch in self.workers.all_batches())
+        requests = (*self.queue, *self._retries, *running)
+        return [request for request in requests if not request.is_settled]
 
     def poll(
         self, now: float, *, has_read: bool = True, answering: Collection[int] = ()
     ) -> tuple[list[Action], float | None]:
-        """Decide which actions are due now.
+        """Return the actions that are due now, and the moment of the next call, None for no limit.
 
-        If deciding raises, all waiting requests are given up with a `Fail`, because the next
-        decision would raise again. Running batches are not affected.
+        `has_read` is False if frames of workers may not have been applied yet; the workers in
+        `answering` are sending an answer. If deciding raises, all waiting requests are given up
+        with a `Fail`: the next decision would raise again. Running batches are not affected.
         """
         actions, self._learning_errors = self._learning_errors, []
         held_until = inf
@@ -686,12 +705,11 @@ class Scheduler:
     ) -> None:
         """Expire late requests: first waiting, then running ones."""
         reason = ExpiryReason.WAITING if self.workers.ready_count else ExpiryReason.NOT_READY
-        late = settle_open([one for one in self._retries if one.deadline <= now])
+        late = settle_open([request for request in self._retries if request.deadline <= now])
         late += self.queue.pop_expired(now)
         actions += [Expire(request, reason) for request in late]
         actions += self.workers.expire(now, has_read=has_read, answering=answering)
-        waiting = [self.queue.earliest_deadline(), *[one.deadline for one in self._retries]]
-        self._next_expiry = min(waiting)
+        self._next_expiry = min([self.queue.earliest_deadline(), *map(_deadline, self._retries)])
 
     def _dispatch(self, now: float, actions: list[Action]) -> float:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
@@ -748,7 +766,7 @@ class Scheduler:
         requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
         if dropped := self._deadline_batches.dropped:
             rejection = self._admission.rejection_of_dropped(now, self.queue)
-            actions += [Expire(one, ExpiryReason.UNREACHABLE, rejection) for one in dropped]
+            actions += [Expire(late, ExpiryReason.UNREACHABLE, rejection) for late in dropped]
             settle_open(dropped)
             dropped.clear()
         return requests, Release.DEADLINE if is_other else release

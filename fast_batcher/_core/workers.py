@@ -173,7 +173,7 @@ class WorkerTable:
     def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> list[Request]:
         """Remove requests that could not be sent from a batch; an empty batch is removed too."""
         withdrawn = {request.id for request in requests}
-        batch.requests = [one for one in batch.requests if one.id not in withdrawn]
+        batch.requests = [left for left in batch.requests if left.id not in withdrawn]
         settled = settle_open(requests)
         batch.open_count -= len(settled)
         if not batch.requests:
@@ -289,7 +289,7 @@ class WorkerTable:
 
 def _expire_batch(now: float, batch: Batch) -> list[Action]:
     """Expire the requests of a batch whose deadlines have passed."""
-    late = settle_open([one for one in batch.requests if one.deadline <= now])
+    late = settle_open([request for request in batch.requests if request.deadline <= now])
     batch.open_count -= len(late)
     waiting = [request.deadline for request in batch.requests if not request.is_settled]
     batch.deadline = min(waiting, default=inf)

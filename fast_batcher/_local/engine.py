@@ -196,14 +196,16 @@ class _Waits:
         self.lock = threading.Lock()
         self.targets: dict[Hashable, Counter[Hashable]] = {}
 
-    def has_path(self, start: Hashable, engine: Hashable) -> bool:
-        """Return whether `start` is the engine, or waits for it, directly or through others."""
+    def has_path(self, start: Hashable, end: Hashable) -> bool:
+        """Return whether engine `start` is `end`, or waits for it, directly or through others."""
         reached: set[Hashable] = set()
         following = {start}
         while following:
             reached |= following
-            following = set().union(*(self.targets.get(one, ()) for one in following)) - reached
-        return engine in reached
+            following = {
+                target for engine in following for target in self.targets.get(engine, ())
+            } - reached
+        return end in reached
 
 
 _waits = _Waits()
@@ -346,7 +348,7 @@ class Engine:
         self._scheduler.worker_ready(monotonic(), _WORKER)
         self._counts = counts
         self._lock = lock
-        # Whether the engine accepts no more requests, and whether its worker was told to end.
+        # Whether the engine accepts no more requests, and whether it has ended its worker.
         self._is_closing = False
         self._has_ended = False
         # Resolved when the engine is closed, everything is settled and the worker has ended.
@@ -386,7 +388,7 @@ class Engine:
         if batch is not None:
             self.worker.compute(batch)
         deliver(first, errors)
-        self._tell_ended(rejected, "rejected", reason)
+        self._report_ended(rejected, "rejected", reason)
 
     def keep_context(self, requests: list[Request]) -> None:
         """Keep the context of the caller of requests that are about to be submitted."""
@@ -412,26 +414,28 @@ class Engine:
         """Cancel requests whose caller has gone; the output of a running request is dropped."""
         with self._lock:
             gone = [request for request in requests if self._scheduler.cancel(request)]
-        self._tell_ended(gone, "cancelled", "waiting or running")
+        self._report_ended(gone, "cancelled", "waiting or running")
 
     def around(self, batch: Batch) -> AbstractContextManager[None]:
         """Tell observers that a batch begins; return the context manager for its computation."""
         return self._contexts.join(self.observers.follow(batch, lambda context: context))
 
-    def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
-        """Settle a batch for which the function has returned; return the next batch, if any."""
-        try:
-            return self._finish(batch, result, seconds)
-        except BaseException as error:  # noqa: BLE001  the worker must go on
-            return self._recover(batch, error)
+    def settle(
+        self,
+        batch: Batch,
+        seconds: float,
+        *,
+        result: Any = None,
+        raised: BaseException | None = None,
+    ) -> Batch | None:
+        """Settle a batch for which the function has returned or raised; return the next batch.
 
-    def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
-        """Settle a batch for which the function has raised, or divide it; return the next batch.
-
-        With `isolate_errors` the next batch may be half of this one.
+        If it has raised, the next batch may be half of this batch.
         """
         try:
-            return self._fail(batch, raised, seconds)
+            if raised is not None:
+                return self._fail(batch, raised, seconds)
+            return self._finish(batch, result, seconds)
         except BaseException as error:  # noqa: BLE001  the worker must go on
             return self._recover(batch, error)
 
@@ -449,7 +453,7 @@ class Engine:
         if len(open_ids) != len(outcomes):
             self._note_late_error(batch, outcomes, open_ids)
         self._deliver(batch.requests, outcomes)
-        self._tell_answered(batch, batch.requests, outcomes, open_ids, seconds)
+        self._report_answered(batch, batch.requests, outcomes, open_ids, seconds)
         return following
 
     def _fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
@@ -469,7 +473,7 @@ class Engine:
             self._note_late_error(batch, [unheard] * len(batch.requests), open_ids)
         outcomes = [Failure(as_error(raised)) for _ in failed]
         self._deliver(failed, outcomes)
-        self._tell_answered(batch, failed, outcomes, open_ids, seconds)
+        self._report_answered(batch, failed, outcomes, open_ids, seconds)
         return following
 
     def _note_late_error(
@@ -477,8 +481,10 @@ class Engine:
     ) -> None:
         """Count and log a failure of a batch, unless a caller gets one or has got one before."""
         pairs = zip(batch.requests, outcomes, strict=True)
-        failed = [(request, one) for request, one in pairs if type(one) is Failure]
-        if not failed or any(one.id in open_ids or has_failed(one) for one, _ in failed):
+        failed = [pair for pair in pairs if type(pair[1]) is Failure]
+        if not failed or any(
+            request.id in open_ids or has_failed(request) for request, _ in failed
+        ):
             return
         with self._lock:
             is_logged, omitted = self._counts.late_errors.add(monotonic())
@@ -544,9 +550,9 @@ class Engine:
     def _fail_as_closed(self, requests: list[Request], why: str) -> None:
         text = f"{self.function.name}: {why}"
         self._deliver(requests, [Failure(BatcherClosedError(text)) for _ in requests])
-        self._tell_ended(requests, "failed", "closed")
+        self._report_ended(requests, "failed", "closed")
 
-    def _tell_ended(self, requests: Sequence[Request], outcome: Outcome, reason: str) -> None:
+    def _report_ended(self, requests: Sequence[Request], outcome: Outcome, reason: str) -> None:
         """Tell observers of requests that have ended without an answer."""
         if not self.observers.active:
             return
@@ -556,7 +562,7 @@ class Engine:
             event = RequestEnded(self.function.name, outcome, reason, wait, request.context)
             self.observers.tell(event)
 
-    def _tell_answered(
+    def _report_answered(
         self,
         batch: Batch,
         requests: Sequence[Request],
@@ -676,7 +682,7 @@ def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batc
     """
     started = monotonic()
     try:
-        # In this frame, which `fail` removes from the traceback.
+        # In this frame, which `settle` removes from the traceback.
         with engine.around(batch):
             result = engine.function.call([request.value for request in batch.requests])
             if inspect.isawaitable(result):
@@ -685,11 +691,11 @@ def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batc
                 if raised is not None:
                     raise raised  # noqa: TRY301  for the frames that the error refers to
     except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
-        following = engine.fail(batch, error, monotonic() - started)
+        following = engine.settle(batch, monotonic() - started, raised=error)
         # The error refers to the function's frame, and so to this one: drop the batch from it.
         del batch
         return following
-    return engine.finish(batch, result, monotonic() - started)
+    return engine.settle(batch, monotonic() - started, result=result)
 
 
 async def _catch(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
@@ -737,19 +743,20 @@ class TaskWorker:
             running_batch.set(running)
             started = monotonic()
             try:
-                # In this frame, which `fail` removes from the traceback.
+                # In this frame, which `settle` removes from the traceback.
                 with self._engine.around(batch):
-                    result = self._engine.function.call([one.value for one in batch.requests])
+                    inputs = [request.value for request in batch.requests]
+                    result = self._engine.function.call(inputs)
                     if inspect.isawaitable(result):
                         result = await result
             except BaseException as error:
                 running.has_ended = True
-                self._next = self._engine.fail(batch, error, monotonic() - started)
+                self._next = self._engine.settle(batch, monotonic() - started, raised=error)
                 if self._is_for_the_loop(error):
                     raise
             else:
                 running.has_ended = True
-                self._next = self._engine.finish(batch, result, monotonic() - started)
+                self._next = self._engine.settle(batch, monotonic() - started, result=result)
             if self._next is not None:
                 # A function that never waits must not block the loop for the whole queue.
                 await asyncio.sleep(0)
