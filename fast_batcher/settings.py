@@ -23,34 +23,17 @@ from fast_batcher.types import Cache
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
 
-# Memory per request in flight is small, but a size with nine digits is a typing error.
-MAX_BATCH_SIZE = 2**20
-# More than the cores of any machine; a larger number is meant for another parameter.
-MAX_WORKERS = 1024
-MAX_STAGE_THREADS = 1024
 # A longer duration than a year is a unit mistake, and timers of event loops overflow at some point.
 MAX_SECONDS = 365 * 24 * 3600.0
-# Priorities range from -MAX_PRIORITY to MAX_PRIORITY: each priority in use adds a queue that every
-# batch searches.
-MAX_PRIORITY = 100
 # Room for at least this many waiting requests, and for 8 batches per worker.
 MIN_QUEUE_SIZE = 1024
 QUEUED_BATCHES_PER_WORKER = 8
 # A frame holds one whole batch of inputs or outputs. 256 MiB is 400 images of 602 KB, and small
 # enough that a garbage length cannot take the machine's memory.
 MAX_FRAME_BYTES = 256 * 2**20
-# Room for an error with its text and traceback (64 Ki characters each).
-MIN_MAX_FRAME_BYTES = 2**20
-# Memory that workers share with their parent: two batches, the most that a worker has at once, each
-# of the default MAX_FRAME_BYTES. The system provides it as it is used.
-MAX_SHARED_BYTES = 2 * MAX_FRAME_BYTES
 # Bytes from which on a view is cheaper than copying a buffer into the pickle and out of it: at
 # 16 KiB the copies cost as much as the bookkeeping of the view.
 SHARED_MEMORY_THRESHOLD = 16 * 1024
-# A buffer of less than 4 KiB is cheaper to copy than to describe. From 64 KiB on CPython's pickler
-# passes the buffer itself to the stream, so that keeping it out saves no copy.
-MIN_SHARED_MEMORY_THRESHOLD = 4 * 1024
-MAX_SHARED_MEMORY_THRESHOLD = 64 * 1024
 
 
 class BatcherOptions(TypedDict, total=False):
@@ -229,9 +212,12 @@ def _check_shared(name: str, value: object) -> None:
 
 
 COUNT = whole()
-BATCH_SIZE = whole(1, MAX_BATCH_SIZE)
-PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)
-WORKERS = whole(1, MAX_WORKERS)
+# Memory per request in flight is small, but a size with nine digits is a typing error.
+BATCH_SIZE = whole(1, 2**20)
+# Each priority in use adds a queue that every batch searches.
+PRIORITY = whole(-100, 100)
+# More than the cores of any machine; a larger number is meant for another parameter.
+WORKERS = whole(1, 1024)
 BYTES = whole(unit="bytes")
 SECONDS = duration()
 SECONDS_OR_ZERO = duration(zero_allowed=True)
@@ -358,8 +344,9 @@ class Settings:
         "Resident memory from which a worker is replaced.",
     ] = None
     max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
+    # At least room for an error with its text and traceback (64 Ki characters each).
     max_frame_bytes: Annotated[
-        int, whole(MIN_MAX_FRAME_BYTES, unit="bytes"), "Largest message to or from a worker."
+        int, whole(2**20, unit="bytes"), "Largest message to or from a worker."
     ] = MAX_FRAME_BYTES
     max_batch_cost: Annotated[float | None, COST_LIMIT, "Highest cost of a batch."] = None
     max_request_cost: Annotated[float | None, COST_LIMIT, "Highest cost of an input."] = None
@@ -368,15 +355,18 @@ class Settings:
         SWITCH,
         "Whether the cost of a batch is its size times its highest cost, as for padded inputs.",
     ] = True
-    # No file can be longer than `sys.maxsize`.
+    # Two batches, the most that a worker has at once, of the default `max_frame_bytes`. No file can
+    # be longer than `sys.maxsize`.
     max_shared_bytes: Annotated[
         int,
         Range("0 or more", whole(0, sys.maxsize).check, "bytes"),
         "Most memory that the workers share with this process for large inputs.",
-    ] = MAX_SHARED_BYTES
+    ] = 2 * MAX_FRAME_BYTES
+    # A buffer of less than 4 KiB is cheaper to copy than to describe. From 64 KiB on CPython's
+    # pickler passes the buffer itself to the stream, so that keeping it out saves no copy.
     shared_memory_threshold: Annotated[
         int,
-        whole(MIN_SHARED_MEMORY_THRESHOLD, MAX_SHARED_MEMORY_THRESHOLD, "bytes"),
+        whole(4 * 1024, 64 * 1024, "bytes"),
         "Smallest buffer of a large batch that reaches the model as a view of shared memory.",
     ] = SHARED_MEMORY_THRESHOLD
     freeze_gc: Annotated[
@@ -402,7 +392,7 @@ class Settings:
     workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
     stage_threads: Annotated[
         int | None,
-        whole(1, MAX_STAGE_THREADS),
+        WORKERS,
         "Threads of each worker for `prepare` and `finish` of the model.",
     ] = None
     enabled: Annotated[bool, SWITCH, "Whether requests share batches."] = True

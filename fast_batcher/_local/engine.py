@@ -186,7 +186,7 @@ running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", def
 
 
 class _Waits:
-    """Wait-for graph of the engines, with the number of waits on each edge."""
+    """Wait-for graph of the engines."""
 
     def __init__(self) -> None:
         self.forget()
@@ -194,17 +194,14 @@ class _Waits:
     def forget(self) -> None:
         """Reset, also in a forked child: it has one thread, and another may have held the lock."""
         self.lock = threading.Lock()
-        self.targets: dict[Hashable, Counter[Hashable]] = {}
+        # The number of waits by waiting engine and target.
+        self.counts: Counter[tuple[Hashable, Hashable]] = Counter()
 
     def has_path(self, start: Hashable, end: Hashable) -> bool:
         """Return whether engine `start` is `end`, or waits for it, directly or through others."""
-        reached: set[Hashable] = set()
-        following = {start}
-        while following:
-            reached |= following
-            following = {
-                target for engine in following for target in self.targets.get(engine, ())
-            } - reached
+        reached = {start}
+        while new := {to for waiter, to in self.counts if waiter in reached} - reached:
+            reached |= new
         return end in reached
 
 
@@ -236,17 +233,14 @@ class EngineWait:
             if _waits.has_path(self.target, batch.engine):
                 return False
             self.waiter = batch.engine
-            _waits.targets.setdefault(self.waiter, Counter())[self.target] += 1
+            _waits.counts[self.waiter, self.target] += 1
         return True
 
     def __exit__(self, *_: object) -> None:
         if self.waiter is None:
             return
         with _waits.lock:
-            # The default is for a forked child, which has no waits of its parent.
-            left = _waits.targets.pop(self.waiter, Counter()) - Counter([self.target])
-            if left:
-                _waits.targets[self.waiter] = left
+            _waits.counts -= Counter([(self.waiter, self.target)])  # keeps what is above 0
 
 
 async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
