@@ -6,7 +6,7 @@ different methods never share a batch, because each request is in a group of its
 All predictions read the 95 % quantile of the measured times, unless they say otherwise.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, inf
 from typing import Final, NamedTuple
 
@@ -107,17 +107,22 @@ class Method:
             self.size_cap.limit(batcher_size)
 
 
-class Methods(list[Method]):
+class Methods:
     """The methods of a model, one or more."""
 
+    def __init__(self, methods: Sequence[Method]) -> None:
+        self.all = methods
+        # The method of requests that name none.
+        self.first = methods[0]
+
     def of(self, group: Group | None) -> Method:
-        """Return the method of a group; requests that name no method use the first."""
-        return self[0] if group is None or group.method is None else group.method
+        """Return the method of a group."""
+        return self.first if group is None or group.method is None else group.method
 
     @property
     def largest_size(self) -> int:
         """Most requests that a batch of any method may have now."""
-        return max([method.size_cap.size for method in self])
+        return max([method.size_cap.size for method in self.all])
 
     def ran_out(self, batch: Batch) -> None:
         """Make batches smaller, because the model ran out of memory with this one."""
@@ -158,7 +163,7 @@ class BatchTimes:
         self._packer = packer
         self.has_costs = packer is not None
         # Of all methods together.
-        self.by_size = methods[0].service if len(methods) == 1 else ServiceModel()
+        self.by_size = methods.first.service if len(methods.all) == 1 else ServiceModel()
         self.by_charge = self.by_size if packer is None else packer.service
         # Whether predictions are needed by anything but the policy. Learning costs each batch some
         # microseconds, so it begins when a prediction may first be needed.

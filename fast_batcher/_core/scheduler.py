@@ -486,7 +486,7 @@ class Scheduler:
     @property
     def is_short_of_memory(self) -> bool:
         """Whether batches are smaller for now because the model ran out of memory."""
-        return any(method.size_cap.is_watching for method in self._methods)
+        return any(method.size_cap.is_watching for method in self._methods.all)
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one's bytes."""
@@ -550,7 +550,7 @@ class Scheduler:
             self._deadline_batches.has_set_targets = True
         self._admission.reconfigure(limits)
         self._policy = policy or self._policy
-        for method in self._methods:
+        for method in self._methods.all:
             method.reconfigure(limits.max_batch_size)
 
     def rank_requests(self) -> None:
@@ -744,7 +744,9 @@ class Scheduler:
         if self._admission.is_draining:
             return Release.DRAIN
         # A full batch of another group can follow.
-        if not self._policy.may_hold or self.queue.has_full_group(self._methods[0].size_cap.size):
+        if not self._policy.may_hold or self.queue.has_full_group(
+            self._methods.first.size_cap.size
+        ):
             return _IDLE
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
