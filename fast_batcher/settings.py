@@ -251,6 +251,9 @@ def check_fields(settings: Any) -> None:
             values.check(field.name, value)
 
 
+_GIVE_COST = "give cost=, a function from an input to its cost"
+
+
 @dataclass(frozen=True)
 class Settings:
     """The checked settings of one batcher.
@@ -412,22 +415,17 @@ class Settings:
                 "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so "
                 "give a number of seconds, for example max_delay=0.01"
             )
-        for name in ("max_batch_cost", "max_request_cost"):
-            limit = getattr(self, name)
-            if limit is not None and self.cost is None:
+        for name, is_given, needed, remedy in (
+            ("max_batch_cost", self.cost is not None, "costs", _GIVE_COST),
+            ("max_request_cost", self.cost is not None, "costs", _GIVE_COST),
+            ("key", self.cache is not None, "a cache", "give cache="),
+            ("shared_version", bool(self.shared), "sharing", "give shared=True"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not is_given:
                 raise ConfigurationError(
-                    f"{name}={limit!r:.100}: without costs it has no meaning; give cost=, a "
-                    "function from an input to its cost"
+                    f"{name}={value!r:.100}: without {needed} it has no meaning; {remedy}"
                 )
-        if self.key is not None and self.cache is None:
-            raise ConfigurationError(
-                f"key={self.key!r:.100}: without a cache it has no meaning; give cache="
-            )
-        if self.shared_version is not None and not self.shared:
-            raise ConfigurationError(
-                f"shared_version={self.shared_version!r:.100}: without sharing it has no meaning; "
-                "give shared=True"
-            )
         self._resolve_devices()
 
     def _resolve_devices(self) -> None:

@@ -731,6 +731,7 @@ class TaskWorker:
         """Return at once: nothing is left after `ended`."""
 
     async def _compute_batches(self) -> None:
+        call = self._engine.function.call
         while (batch := self._next) is not None:
             self._next = None
             running = RunningBatch(self._engine)
@@ -739,8 +740,7 @@ class TaskWorker:
             try:
                 # In this frame, which `settle` removes from the traceback.
                 with self._engine.around(batch):
-                    inputs = [request.value for request in batch.requests]
-                    result = self._engine.function.call(inputs)
+                    result = call([request.value for request in batch.requests])
                     if inspect.isawaitable(result):
                         result = await result
             except BaseException as error:
