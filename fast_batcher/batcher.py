@@ -55,12 +55,12 @@ from fast_batcher.model import (
 )
 from fast_batcher.observing import Observer
 from fast_batcher.settings import (
+    OBSERVERS,
+    SECONDS_OR_ZERO,
     BatcherOptions,
     PolicyName,
     Reconfiguration,
     Settings,
-    check_observers,
-    check_seconds,
     checked_priority,
     checked_timeout,
     refuse_followers,
@@ -114,8 +114,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             has a static or class method of that name.
         group_by: Function that returns a hashable key of an input: only inputs with equal keys
             share a batch. It is called like `cost`.
-        options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`, which
-            describes each.
+        options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`;
+            `fast_batcher.settings.OPTIONS` and docs/settings.md describe each.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
@@ -584,7 +584,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             WorkerStartupError: A worker could not load its model; the server then stops.
             ConfigurationError: `lame_duck` is invalid.
         """
-        check_seconds("lame_duck", lame_duck)
+        SECONDS_OR_ZERO.check("lame_duck", lame_duck)
         if lame_duck and not drain_on_sigterm:
             raise ConfigurationError(
                 f"lame_duck={lame_duck}: without drain_on_sigterm=True it has no meaning"
@@ -686,7 +686,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             ConfigurationError: It is no `fast_batcher.observing.Observer`; or it has
                 `needs_context`, and the batcher is `shared`.
         """
-        check_observers("observer", [observer])
+        OBSERVERS.check("observer", [observer])
         refuse_followers([observer], self._settings.shared)
         self._ledger.observers.add(observer)
 

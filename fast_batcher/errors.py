@@ -152,16 +152,7 @@ class RemoteTraceback(Exception):
 
 
 def from_model(original: Exception | None, text: str, remote_traceback: str) -> InferenceError:
-    """Make the error that a caller sees from the exception that the model raised.
-
-    Args:
-        original: The model's exception, or None if it could not be sent to this process.
-        text: The message if the original cannot be used.
-        remote_traceback: The traceback in the worker; becomes the cause.
-
-    Returns:
-        An error for one caller: every `raise` of a shared error would add to its traceback.
-    """
+    """Make the error of one caller from the model's exception, or from its text if it is None."""
     error = _as_inference_error(original) if original is not None else None
     if error is None:
         error = InferenceError(text)
@@ -208,8 +199,8 @@ def forget_frames(error: BaseException | None) -> None:
 
     A frame may belong to a coroutine that continues, so the frames themselves are not cleared.
     """
-    for one in () if error is None else _chain(error):
-        BaseException.with_traceback(one, None)
+    for member in () if error is None else _chain(error):
+        BaseException.with_traceback(member, None)
 
 
 def is_kind(error: object, kind: type[_ErrorT]) -> TypeGuard[_ErrorT]:
@@ -240,11 +231,11 @@ def can_be_shown(error: BaseException) -> bool:
     Its causes and contexts count too, because they are printed with it.
     """
     try:
-        for one in _chain(error):
-            str(one)
-            bool(one)  # as `traceback` of Python 3.11 does
+        for member in _chain(error):
+            str(member)
+            bool(member)  # as `traceback` of Python 3.11 does
             for name in _SHOWN:
-                getattr(one, name, None)
+                getattr(member, name, None)
     except BaseException:  # noqa: BLE001  the user's code
         return False
     return True
@@ -255,14 +246,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     seen = set()
     errors: list[BaseException | None] = [error]
     while errors:
-        one = errors.pop()
-        if one is None or id(one) in seen:
+        member = errors.pop()
+        if member is None or id(member) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        errors += (read(one, "__cause__"), read(one, "__context__"))
-        if is_kind(one, BaseExceptionGroup):
-            errors += BaseExceptionGroup.exceptions.__get__(one)
+        seen.add(id(member))
+        yield member
+        errors += (read(member, "__cause__"), read(member, "__context__"))
+        if is_kind(member, BaseExceptionGroup):
+            errors += BaseExceptionGroup.exceptions.__get__(member)
 
 
 def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._suggestions import find_misspelt
 from fast_batcher.errors import ConfigurationError
+from fast_batcher.settings import BATCH_SIZE, find_misspelt
 
 # Attribute of marked functions.
 MARK = "_fast_batcher_method"
@@ -67,9 +67,8 @@ def batchable(
     Raises:
         ConfigurationError: A value is wrong.
     """
-    is_size = isinstance(max_batch_size, int) and not isinstance(max_batch_size, bool)
-    if max_batch_size is not None and not (is_size and 1 <= max_batch_size <= 2**20):
-        raise ConfigurationError(f"max_batch_size={max_batch_size!r:.100}: give 1 to 2**20")
+    if max_batch_size is not None:
+        BATCH_SIZE.check("max_batch_size", max_batch_size)
     if collation is not None and not isinstance(collation, Collation):
         raise ConfigurationError(
             f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"
@@ -191,6 +190,10 @@ _METHODS = (
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
+# The methods of a model without `batchable` methods.
+INFER_ALONE: tuple[tuple[str, int | None], ...] = (("infer", None),)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model and its arguments, pickled for the workers.
@@ -203,9 +206,9 @@ class ModelSpec:
     pickled: bytes
     # Dotted name of the module that has the class.
     module: str = ""
-    # The methods of a model that has several, each with its `max_batch_size` or None for the
-    # batcher's; "infer" is among them if the model has it. Empty for an ordinary model.
-    methods: tuple[tuple[str, int | None], ...] = ()
+    # The methods of the model, each with its `max_batch_size` or None for the batcher's; "infer" is
+    # the first if the model has it.
+    methods: tuple[tuple[str, int | None], ...] = INFER_ALONE
     # Part of the keys of cached outputs: "" for the arguments of the construction, and random for
     # those of a reload, so that no other process, earlier or later, has cached outputs of other
     # weights under them.
@@ -218,11 +221,7 @@ def check_model(
     model_kwargs: object,
     max_frame_bytes: int,
 ) -> ModelSpec:
-    """Check a model and its arguments without running its code, and pickle them for the workers.
-
-    Raises:
-        ConfigurationError: A worker could not load this model, or could not receive it.
-    """
+    """Check a model and its arguments without running its code, and pickle them for the workers."""
     name = _name_of(model)
     if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
         raise ConfigurationError(
@@ -254,12 +253,8 @@ def check_model(
 
 
 def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
-    """Check that a shared batcher has a model without `batchable` methods.
-
-    Raises:
-        ConfigurationError: The model has such methods, and the batcher is shared.
-    """
-    if shared and model_spec.methods:
+    """Check that a shared batcher has a model without `batchable` methods."""
+    if shared and model_spec.methods != INFER_ALONE:
         raise ConfigurationError(
             f"shared={shared!r}: {model_spec.name} has batchable methods, which a shared batcher "
             "cannot call; give each method a model of its own, or omit shared"
@@ -268,20 +263,16 @@ def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
 
 def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
     methods = find_methods(model) if isinstance(model, type) else {}
-    if not methods:
-        return ()
     sizes = {name: options.max_batch_size for name, options in methods.items()}
-    if getattr(model, "infer", None) is not no_infer:
-        sizes = {"infer": None, **sizes}  # the size of an `infer` that is marked, too
-    return tuple(sizes.items())
+    if getattr(model, "infer", None) is no_infer:
+        return tuple(sizes.items())
+    return tuple(
+        {**dict(INFER_ALONE), **sizes}.items()
+    )  # the size of an `infer` that is marked, too
 
 
 def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Describe the arguments of a model's constructor by types and names; values may be secrets.
-
-    Returns:
-        For example "model_args of types (str, int) and model_kwargs of types {token: str}".
-    """
+    """Describe the arguments of a model's constructor by types and names; values may be secrets."""
     types = ", ".join(type(value).__qualname__ for value in args)
     named = ", ".join(f"{name}: {type(value).__qualname__}" for name, value in kwargs.items())
     return f"model_args of types ({types}) and model_kwargs of types {{{named}}}"
@@ -308,20 +299,15 @@ def find_model_fault(model: type) -> str | None:
             reason = "it begins with an underscore" if name[0] == "_" else "the library has its own"
             return f"{name} cannot be the name of a batchable method: {reason}; rename it"
     called = (*_METHODS, *((name, *_BATCH) for name in marked))
-    faults = (_find_method_fault(model, *one) for one in called)
+    faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
 
 
 def warn_about_hooks(model: object) -> None:
-    """Warn about names that look like misspelt hooks, at the line that constructs the batcher.
-
-    Args:
-        model: A class; a string is ignored here, and the worker warns after the import.
-    """
-    if not isinstance(model, type):
+    """Warn about names that look like misspelt hooks, at the line that constructs the batcher."""
+    if not isinstance(model, type):  # a string: the worker warns after the import
         return
-    classes = [one for one in model.__mro__ if one is not InferenceModel]
-    own = {name for one in classes for name in vars(one)}
+    own = {name for kind in model.__mro__ if kind is not InferenceModel for name in vars(kind)}
     names = sorted(name for name in own if name[0] != "_")
     for name, hook in find_misspelt(names, set(_HOOKS) - own):
         warnings.warn(
@@ -399,11 +385,7 @@ def _check_class(model: type) -> None:
 
 
 def find_cost(model: object) -> Callable[[Any], float] | None:
-    """Return the static or class method `cost` of a model class, None if it has no `cost`.
-
-    Raises:
-        ConfigurationError: The class's `cost` needs an instance, which this process does not have.
-    """
+    """Return the static or class method `cost` of a model class, None if it has no `cost`."""
     own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
     if own is None:
         return None

@@ -1,136 +1,45 @@
-"""The settings of a batcher: names, types, defaults and checks. Runs in every process.
+"""The options of a batcher: names, types, ranges, defaults and checks. Runs in every process.
 
-`Settings` checks itself. The message of each check names the parameter, the value and the remedy.
-Errors that only a worker can find (a failing import, a model that does not load) are raised when
-the batcher opens.
+`Settings` is the one list of them, and checks itself. The message of each check names the
+parameter, the value and the remedy. Errors that only a worker can find (a failing import, a model
+that does not load) are raised when the batcher opens.
 """
 
 import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from math import inf
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from fast_batcher._devices import check_devices, name_devices, place_workers
-from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.observing import Observer
 from fast_batcher.types import Cache
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
 
-# Memory per request in flight is small, but a size with nine digits is a typing error.
-MAX_BATCH_SIZE = 2**20
-# More than the cores of any machine; a larger number is meant for another parameter.
-MAX_WORKERS = 1024
-MAX_STAGE_THREADS = 1024
 # A longer duration than a year is a unit mistake, and timers of event loops overflow at some point.
 MAX_SECONDS = 365 * 24 * 3600.0
-# Priorities range from -MAX_PRIORITY to MAX_PRIORITY: each priority in use adds a queue that every
-# batch searches.
-MAX_PRIORITY = 100
 # Room for at least this many waiting requests, and for 8 batches per worker.
 MIN_QUEUE_SIZE = 1024
 QUEUED_BATCHES_PER_WORKER = 8
 # A frame holds one whole batch of inputs or outputs. 256 MiB is 400 images of 602 KB, and small
 # enough that a garbage length cannot take the machine's memory.
 MAX_FRAME_BYTES = 256 * 2**20
-# Room for an error with its text and traceback (64 Ki characters each).
-MIN_MAX_FRAME_BYTES = 2**20
-# Memory that workers share with their parent: two batches, the most that a worker has at once, each
-# of the default MAX_FRAME_BYTES. The system provides it as it is used.
-MAX_SHARED_BYTES = 2 * MAX_FRAME_BYTES
 # Bytes from which on a view is cheaper than copying a buffer into the pickle and out of it: at
 # 16 KiB the copies cost as much as the bookkeeping of the view.
 SHARED_MEMORY_THRESHOLD = 16 * 1024
-# A buffer of less than 4 KiB is cheaper to copy than to describe. From 64 KiB on CPython's pickler
-# passes the buffer itself to the stream, so that keeping it out saves no copy.
-MIN_SHARED_MEMORY_THRESHOLD = 4 * 1024
-MAX_SHARED_MEMORY_THRESHOLD = 64 * 1024
 
 
 class BatcherOptions(TypedDict, total=False):
     """Keyword arguments of `DynBatcher` besides the common ones in its signature.
 
-    Attributes:
-        start_timeout: Seconds that a worker may take to load the model; then opening fails with
-            `WorkerStartupError`. Above 0. Default 300.
-        stop_timeout: Seconds that a worker may take to end by itself; then it is terminated, and
-            half a second later killed. 0 or more. Default 2.
-        drain_timeout: Seconds that `aclose` waits for accepted requests; then the rest fail with
-            `BatcherClosedError`. 0 or more. Default 20, which is below the 30 s that Kubernetes
-            gives a pod.
-        idempotent: Whether an input may be computed twice. With False, a request that a worker has
-            begun is not retried, and a batch that fails is not divided. Default True.
-        isolate_errors: Whether a batch for which `infer` raised is divided until the failing inputs
-            are alone, so that the others are answered. A batch that runs out of memory is divided
-            too. Default True.
-        max_restarts: Most restarts of one worker within `restart_window`, 0 or more, or None for no
-            limit. When every worker has spent its restarts, calls fail at once until a later try
-            succeeds. Default 5.
-        restart_window: Seconds for which a restart counts against `max_restarts`; also the seconds
-            until the next try after the restarts are spent. Above 0. Default 60.
-        restart_backoff: Seconds from a worker's first death to its restart; doubles with each
-            further death, up to 10 s. Above 0. Default 0.1.
-        max_batches_per_worker: Batches after which a worker is replaced, 1 or more, or None for no
-            limit. The replacement loads first, so for a while there is one more copy of the model.
-            Default None.
-        max_rss_bytes: Resident memory, in bytes, from which a worker is replaced in the same way, 1
-            or more, or None for no limit. Shared memory counts once the worker has read it. Linux
-            only. Default None.
-        max_queue_bytes: Most bytes of waiting inputs, 1 or more, or None for no limit; beyond it
-            calls fail with `QueueFullError`. Every input is then measured: a buffer, array or
-            tensor by its length, anything else by pickling it. Default None.
-        max_frame_bytes: Bytes of the longest message to or from a worker, 1 MiB or more. A larger
-            batch is sent in parts; a single larger input fails with `RequestTooLargeError`.
-            Default 256 MiB.
-        max_batch_cost: Highest cost of a batch, above 0, or None for no limit; needs `cost`. An
-            input that costs more runs alone. Default None.
-        max_request_cost: Highest cost of an input, above 0, or None for no limit; needs `cost`. An
-            input that costs more fails with `RequestTooLargeError`. Default None.
-        cost_is_padded: Whether the cost of a batch is its size times its highest cost, as for
-            inputs that are padded to the longest; with False it is the sum of the costs. Default
-            True.
-        max_shared_bytes: Most bytes of memory that the workers share with this process for large
-            inputs and for batches of 256 KiB or more; the system provides it as it is used. Each
-            worker has another such memory for its outputs, which are copied out. If it is full,
-            values go through a pipe. 0 sends everything through the pipe, as on systems other than
-            Linux. Default 512 MiB.
-        shared_memory_threshold: Bytes, from 4096 to 65536, from which an array, CPU tensor or other
-            buffer in a large batch reaches the model as a view of shared memory instead of a copy.
-            Default 16384.
-        freeze_gc: Whether each worker collects garbage once after its warm-up, and excludes the
-            live objects, the model and its libraries, from all later collections. With False a full
-            collection in a worker that has imported torch takes tens of milliseconds. Default True.
-        observers: Observers of the batcher (`fast_batcher.observing.Observer`), for metrics and
-            traces. More can be added with `add_observer`. Default ().
-        shared: Whether all processes of one server share one set of workers: a host process has
-            the queue and the workers, and this process sends it the requests. A name instead of
-            True is for all processes of this user that give it. Default False. See
-            docs/server_processes.md.
-        shared_version: A text that tells apart processes that must not share, for example the id
-            of a release whose weights no file name shows; needs `shared`. Default None.
-        devices: Devices of the workers, which take them in turn: "auto" for all GPUs of this
-            process, or the CPU without any; "cpu"; or a list such as ["cuda:0", "cuda:1"], or
-            ["cpu:0-3", "cpu:4-7"] to pin workers to cores. It replaces `num_workers`. With None
-            workers use what they find. Default None. See docs/gpus.md.
-        workers_per_device: Workers on each of `devices`, 1 or more. Default 1.
-        stage_threads: Threads of each worker for the `prepare` and `finish` of a model that has
-            them, 1 to 1024. With None as many as its numeric libraries get, a share of the cores.
-            Default None. See docs/stages.md.
-        enabled: Whether requests share batches. With False each request is sent alone to a worker,
-            and all other settings keep their meaning: for comparing and for debugging. Default
-            True.
-        cache: Cache in which outputs are looked up before they are computed: an object with
-            `get(key)` and `set(key, value)`, for example a `fast_batcher.caching.LRUCache`. Equal
-            inputs that are in flight at the same time are computed once. Default None. See
-            docs/caching.md.
-        key: Function that returns the hashable key of an input for `cache`, called like `cost`.
-            With None it is a hash of the pickled input. Default None.
+    `OPTIONS` and docs/settings.md describe each.
     """
 
     start_timeout: float
@@ -163,7 +72,7 @@ class BatcherOptions(TypedDict, total=False):
 
 
 class Reconfiguration(TypedDict, total=False):
-    """Settings that `DynBatcher.reconfigure` can change; see `DynBatcher` for each."""
+    """Options that `DynBatcher.reconfigure` can change while the batcher runs."""
 
     max_batch_size: int
     max_delay: float | None
@@ -172,48 +81,72 @@ class Reconfiguration(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Count:
-    """Checks a whole number."""
+class Range:
+    """The values of an option, besides None."""
 
-    least: int
-    most: int | None = None
+    # Their description for people, without the unit.
+    text: str
+    # Takes the option's name and a value; raises ConfigurationError if the value is another.
+    check: Callable[[str, Any], None]
+    # "seconds", "milliseconds", "bytes" or "".
+    unit: str = ""
 
-    def __call__(self, name: str, value: Any) -> None:
+
+def whole(least: int = 1, most: int | None = None, unit: str = "") -> Range:
+    """Return the range of whole numbers from `least` to `most`."""
+    limit = "or more" if most is None else f"to {most}"
+
+    def check(name: str, value: Any) -> None:
         # bool is an int to Python, and never a count to a person.
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not self.least <= value <= (inf if self.most is None else self.most):
-            limit = "or more" if self.most is None else f"to {self.most}"
-            raise ConfigurationError(
-                f"{name}={value!r:.100}: give a whole number, {self.least} {limit}"
-            )
+        if not is_whole or not least <= value <= (inf if most is None else most):
+            raise ConfigurationError(f"{name}={value!r:.100}: give a whole number, {least} {limit}")
+
+    if unit == "bytes":
+        limit_in_bytes = f"to {show_bytes(most)}" if most else "or more"
+        return Range(f"{show_bytes(least)} {limit_in_bytes}", check, unit)
+    return Range(f"{least} {limit}", check, unit)
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """Checks a duration."""
+def duration(*, zero_allowed: bool = False, unit: str = "seconds") -> Range:
+    """Return the range of durations of at most a year."""
+    least = "0 or more" if zero_allowed else "more than 0"
+    most = MAX_SECONDS if unit == "seconds" else 1000 * MAX_SECONDS
 
-    zero_allowed: bool = False
-
-    def __call__(self, name: str, value: Any) -> None:
+    def check(name: str, value: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # False for NaN too.
-        is_valid = is_number and 0 <= value <= MAX_SECONDS
-        if not is_valid or (value == 0 and not self.zero_allowed):
-            least = "0 or more" if self.zero_allowed else "more than 0"
+        is_valid = is_number and 0 <= value <= most
+        if not is_valid or (value == 0 and not zero_allowed):
             raise ConfigurationError(
-                f"{name}={value!r:.100}: give seconds as a number, {least} and at most a year"
+                f"{name}={value!r:.100}: give {unit} as a number, {least} and at most a year"
             )
+
+    return Range(least, check, unit)
+
+
+def choice(choices: tuple[str, ...]) -> Range:
+    """Return the range of some texts."""
+    names = ", ".join(map(repr, choices))
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, str) or value not in choices:
+            raise ConfigurationError(f"{name}={value!r:.100}: choose one of {names}")
+
+    return Range(names, check)
+
+
+def show_bytes(count: int | None) -> str:
+    """Write a number of bytes in the largest unit that divides it."""
+    for size, unit in ((2**20, "MiB"), (2**10, "KiB")):
+        if count and count % size == 0:
+            return f"{count // size} {unit}"
+    return str(count)
 
 
 def _check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r}: give True or False")
-
-
-def _check_policy(name: str, value: object) -> None:
-    if value not in get_args(PolicyName):
-        names = ", ".join(repr(policy) for policy in get_args(PolicyName))
-        raise ConfigurationError(f"{name}={value!r}: choose one of {names}")
 
 
 def _check_label(name: str, value: object) -> None:
@@ -237,7 +170,7 @@ def _check_cost_limit(name: str, value: object) -> None:
 
 
 def _check_rss(name: str, value: object) -> None:
-    _Count(1)(name, value)
+    BYTES.check(name, value)
     if sys.platform != "linux":
         raise ConfigurationError(
             f"{name}={value}: the memory of a process can be read on Linux only; use "
@@ -245,25 +178,16 @@ def _check_rss(name: str, value: object) -> None:
         )
 
 
-def check_observers(name: str, value: Any) -> None:
-    """Check a sequence of observers.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
+def _check_observers(name: str, value: Any) -> None:
     is_sequence = isinstance(value, Sequence)
-    if not is_sequence or not all(isinstance(one, Observer) for one in value):
+    if not is_sequence or not all(isinstance(observer, Observer) for observer in value):
         raise ConfigurationError(
             f"{name}={value!r:.100}: give a list of instances of fast_batcher.observing.Observer"
         )
 
 
 def refuse_followers(observers: Sequence[Observer], shared: bool | str) -> None:
-    """Raise if an observer needs the contexts of callers, which a host process does not have.
-
-    Raises:
-        ConfigurationError: One does.
-    """
+    """Raise if an observer needs the contexts of callers, which a host process does not have."""
     for observer in observers if shared else ():
         if observer.needs_context:
             raise ConfigurationError(
@@ -273,12 +197,7 @@ def refuse_followers(observers: Sequence[Observer], shared: bool | str) -> None:
             )
 
 
-def check_cache(name: str, value: Any) -> None:
-    """Check a cache.
-
-    Raises:
-        ConfigurationError: It lacks a method.
-    """
+def _check_cache(name: str, value: Any) -> None:
     if isinstance(value, type) or not isinstance(value, Cache):
         raise ConfigurationError(
             f"{name}={value!r:.100}: give an object with get(key) and set(key, value), for example "
@@ -292,121 +211,221 @@ def _check_shared(name: str, value: object) -> None:
         raise ConfigurationError(f"{name}={value!r}: give True, False or a printable name")
 
 
-def check_seconds(name: str, value: Any) -> None:
-    """Check a duration of 0 or more seconds.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
-    _Seconds(zero_allowed=True)(name, value)
+COUNT = whole()
+# Memory per request in flight is small, but a size with nine digits is a typing error.
+BATCH_SIZE = whole(1, 2**20)
+# Each priority in use adds a queue that every batch searches.
+PRIORITY = whole(-100, 100)
+# More than the cores of any machine; a larger number is meant for another parameter.
+WORKERS = whole(1, 1024)
+BYTES = whole(unit="bytes")
+SECONDS = duration()
+SECONDS_OR_ZERO = duration(zero_allowed=True)
+SWITCH = Range("True or False", _check_switch)
+LABEL = Range("printable text", _check_label)
+FUNCTION = Range("function of one input", _check_function)
+COST_LIMIT = Range("above 0", _check_cost_limit)
+OBSERVERS = Range("list of `Observer`", _check_observers)
+CACHE = Range("object with `get(key)` and `set(key, value)`", _check_cache)
 
 
 def checked_timeout(timeout: Any) -> float:
-    """Check and return the timeout of a call: seconds, or `math.inf` for no limit.
-
-    Raises:
-        ConfigurationError: The timeout is neither.
-    """
+    """Check and return the timeout of a call: seconds, or `math.inf` for no limit."""
     if not (isinstance(timeout, float) and timeout == inf):
-        _Seconds()("timeout", timeout)
+        SECONDS.check("timeout", timeout)
     return float(timeout)
 
 
 def checked_priority(priority: Any) -> int:
-    """Check and return the priority of a call, -100 to 100.
-
-    Raises:
-        ConfigurationError: The priority is no whole number in this range.
-    """
-    _Count(-MAX_PRIORITY, MAX_PRIORITY)("priority", priority)
+    """Check and return the priority of a call, -100 to 100."""
+    PRIORITY.check("priority", priority)
     return int(priority)
+
+
+def check_fields(settings: Any) -> None:
+    """Check each field of a dataclass whose annotations have a `Range`."""
+    for field in fields(settings):
+        kind, values, *_ = get_args(field.type)
+        value = getattr(settings, field.name)
+        if value is not None or NoneType not in get_args(kind):
+            values.check(field.name, value)
+
+
+_GIVE_COST = "give cost=, a function from an input to its cost"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The checked settings of one batcher: one line for each, with type, check and default.
+    """The checked settings of one batcher.
 
-    `DynBatcher` and `BatcherOptions` describe them.
+    This is the one list of the options of `DynBatcher`. Each field has its type, its range, a line
+    for documents and its default; `OPTIONS` has them by name.
 
     Raises:
         ConfigurationError: A setting is wrong; raised for the first one.
     """
 
-    max_batch_size: Annotated[int, _Count(1, MAX_BATCH_SIZE)] = 32
-    max_delay: Annotated[float | None, _Seconds(zero_allowed=True)] = None
-    num_workers: Annotated[int, _Count(1, MAX_WORKERS)] = 1
-    policy: Annotated[PolicyName, _check_policy] = "adaptive"
-    max_latency: Annotated[float | None, _Seconds()] = None
+    max_batch_size: Annotated[int, BATCH_SIZE, "Most requests in a batch."] = 32
+    max_delay: Annotated[
+        float | None,
+        SECONDS_OR_ZERO,
+        "Longest time for which a batch is held while a worker is free.",
+    ] = None
+    num_workers: Annotated[int, WORKERS, "Worker processes, each with a copy of the model."] = 1
+    policy: Annotated[
+        PolicyName,
+        choice(get_args(PolicyName)),
+        "Rule for the moment at which a batch that is not full leaves.",
+    ] = "adaptive"
+    max_latency: Annotated[
+        float | None,
+        SECONDS,
+        "Target: time from arrival within which a request should be answered.",
+    ] = None
     # None stands for the value of `queue_limit`.
-    max_queue_size: Annotated[int | None, _Count(1)] = None
-    timeout: Annotated[float | None, _Seconds()] = 30.0
-    infer_timeout: Annotated[float | None, _Seconds()] = None
-    auto_open: Annotated[bool, _check_switch] = True
-    name: Annotated[str | None, _check_label] = None
-    cost: Annotated[Callable[[Any], float] | None, _check_function] = None
-    group_by: Annotated[Callable[[Any], Hashable] | None, _check_function] = None
+    max_queue_size: Annotated[
+        int | None,
+        COUNT,
+        "Most waiting requests; further ones are rejected with `QueueFullError`.",
+    ] = None
+    timeout: Annotated[
+        float | None,
+        SECONDS,
+        "Time after which a call without its own timeout fails with `DeadlineExceededError`.",
+    ] = 30.0
+    infer_timeout: Annotated[
+        float | None, SECONDS, "Time that a batch may take; then its worker is replaced."
+    ] = None
+    auto_open: Annotated[bool, SWITCH, "Whether the first awaited call opens a new batcher."] = True
+    name: Annotated[str | None, LABEL, "Name in logs and health checks."] = None
+    cost: Annotated[
+        Callable[[Any], float] | None,
+        FUNCTION,
+        "Cost of an input, for example its number of tokens: above 0, at most 1e15.",
+    ] = None
+    group_by: Annotated[
+        Callable[[Any], Hashable] | None,
+        FUNCTION,
+        "Key of an input; only inputs with equal keys share a batch.",
+    ] = None
     # From here on the options of `BatcherOptions`.
-    start_timeout: Annotated[float, _Seconds()] = 300.0
-    stop_timeout: Annotated[float, _Seconds(zero_allowed=True)] = 2.0
-    drain_timeout: Annotated[float, _Seconds(zero_allowed=True)] = 20.0
-    idempotent: Annotated[bool, _check_switch] = True
-    isolate_errors: Annotated[bool, _check_switch] = True
-    max_restarts: Annotated[int | None, _Count(0)] = 5
-    restart_window: Annotated[float, _Seconds()] = 60.0
-    restart_backoff: Annotated[float, _Seconds()] = 0.1
-    max_batches_per_worker: Annotated[int | None, _Count(1)] = None
-    max_rss_bytes: Annotated[int | None, _check_rss] = None
-    max_queue_bytes: Annotated[int | None, _Count(1)] = None
-    max_frame_bytes: Annotated[int, _Count(MIN_MAX_FRAME_BYTES)] = MAX_FRAME_BYTES
-    max_batch_cost: Annotated[float | None, _check_cost_limit] = None
-    max_request_cost: Annotated[float | None, _check_cost_limit] = None
-    cost_is_padded: Annotated[bool, _check_switch] = True
-    # No file can be longer than `sys.maxsize`.
-    max_shared_bytes: Annotated[int, _Count(0, sys.maxsize)] = MAX_SHARED_BYTES
+    start_timeout: Annotated[
+        float, SECONDS, "Time that a worker may take to load the model; then it is killed."
+    ] = 300.0
+    stop_timeout: Annotated[
+        float,
+        SECONDS_OR_ZERO,
+        "Time that a worker may take to end by itself; then it is terminated, and later killed.",
+    ] = 2.0
+    # Below the 30 s that Kubernetes gives a pod.
+    drain_timeout: Annotated[
+        float,
+        SECONDS_OR_ZERO,
+        "Time that `aclose()` waits for accepted requests; then the rest fail.",
+    ] = 20.0
+    idempotent: Annotated[bool, SWITCH, "Whether an input may be computed twice."] = True
+    isolate_errors: Annotated[
+        bool,
+        SWITCH,
+        "Whether a batch for which `infer` raised is divided until the failing inputs are alone.",
+    ] = True
+    max_restarts: Annotated[
+        int | None, whole(0), "Most restarts of one worker within `restart_window`."
+    ] = 5
+    restart_window: Annotated[
+        float, SECONDS, "Time for which a restart counts against `max_restarts`."
+    ] = 60.0
+    restart_backoff: Annotated[
+        float, SECONDS, "Time from the first death of a worker to its restart."
+    ] = 0.1
+    max_batches_per_worker: Annotated[
+        int | None, COUNT, "Batches after which a worker is replaced."
+    ] = None
+    max_rss_bytes: Annotated[
+        int | None,
+        Range(BYTES.text, _check_rss, "bytes"),
+        "Resident memory from which a worker is replaced.",
+    ] = None
+    max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
+    # At least room for an error with its text and traceback (64 Ki characters each).
+    max_frame_bytes: Annotated[
+        int, whole(2**20, unit="bytes"), "Largest message to or from a worker."
+    ] = MAX_FRAME_BYTES
+    max_batch_cost: Annotated[float | None, COST_LIMIT, "Highest cost of a batch."] = None
+    max_request_cost: Annotated[float | None, COST_LIMIT, "Highest cost of an input."] = None
+    cost_is_padded: Annotated[
+        bool,
+        SWITCH,
+        "Whether the cost of a batch is its size times its highest cost, as for padded inputs.",
+    ] = True
+    # Two batches, the most that a worker has at once, of the default `max_frame_bytes`. No file can
+    # be longer than `sys.maxsize`.
+    max_shared_bytes: Annotated[
+        int,
+        Range("0 or more", whole(0, sys.maxsize).check, "bytes"),
+        "Most memory that the workers share with this process for large inputs.",
+    ] = 2 * MAX_FRAME_BYTES
+    # A buffer of less than 4 KiB is cheaper to copy than to describe. From 64 KiB on CPython's
+    # pickler passes the buffer itself to the stream, so that keeping it out saves no copy.
     shared_memory_threshold: Annotated[
-        int, _Count(MIN_SHARED_MEMORY_THRESHOLD, MAX_SHARED_MEMORY_THRESHOLD)
+        int,
+        whole(4 * 1024, 64 * 1024, "bytes"),
+        "Smallest buffer of a large batch that reaches the model as a view of shared memory.",
     ] = SHARED_MEMORY_THRESHOLD
-    freeze_gc: Annotated[bool, _check_switch] = True
-    observers: Annotated[Sequence[Observer], check_observers] = ()
-    shared: Annotated[bool | str, _check_shared] = False
-    shared_version: Annotated[str | None, _check_label] = None
+    freeze_gc: Annotated[
+        bool, SWITCH, "Whether each worker leaves its loaded model out of garbage collections."
+    ] = True
+    observers: Annotated[
+        Sequence[Observer], OBSERVERS, "Observers of batches, requests and workers."
+    ] = ()
+    shared: Annotated[
+        bool | str,
+        Range("True, False or a name", _check_shared),
+        "Whether the processes of a server share one set of workers, in a host process.",
+    ] = False
+    shared_version: Annotated[
+        str | None, LABEL, "Text that tells apart processes that must not share."
+    ] = None
     # After the checks a list of names, and `num_workers` the workers on them.
-    devices: Annotated[str | Sequence[str] | None, check_devices] = None
-    workers_per_device: Annotated[int, _Count(1, MAX_WORKERS)] = 1
-    stage_threads: Annotated[int | None, _Count(1, MAX_STAGE_THREADS)] = None
-    enabled: Annotated[bool, _check_switch] = True
-    cache: Annotated[Cache | None, check_cache] = None
-    key: Annotated[Callable[[Any], Hashable] | None, _check_function] = None
+    devices: Annotated[
+        str | Sequence[str] | None,
+        Range('`"auto"`, a device, or a list of devices', check_devices),
+        "Devices of the workers, which take them in turn; replaces `num_workers`.",
+    ] = None
+    workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
+    stage_threads: Annotated[
+        int | None,
+        WORKERS,
+        "Threads of each worker for `prepare` and `finish` of the model.",
+    ] = None
+    enabled: Annotated[bool, SWITCH, "Whether requests share batches."] = True
+    cache: Annotated[
+        Cache | None, CACHE, "Cache in which outputs are looked up before they are computed."
+    ] = None
+    key: Annotated[
+        Callable[[Any], Hashable] | None, FUNCTION, "Key of an input for `cache`, hashable."
+    ] = None
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
-        for field in fields(self):
-            kind, check = get_args(field.type)
-            value = getattr(self, field.name)
-            if value is not None or NoneType not in get_args(kind):
-                check(field.name, value)
+        check_fields(self)
         refuse_followers(self.observers, self.shared)
         if self.policy == "fixed" and self.max_delay is None:
             raise ConfigurationError(
                 "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so "
                 "give a number of seconds, for example max_delay=0.01"
             )
-        for name in ("max_batch_cost", "max_request_cost"):
-            limit = getattr(self, name)
-            if limit is not None and self.cost is None:
+        for name, is_given, needed, remedy in (
+            ("max_batch_cost", self.cost is not None, "costs", _GIVE_COST),
+            ("max_request_cost", self.cost is not None, "costs", _GIVE_COST),
+            ("key", self.cache is not None, "a cache", "give cache="),
+            ("shared_version", bool(self.shared), "sharing", "give shared=True"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not is_given:
                 raise ConfigurationError(
-                    f"{name}={limit!r:.100}: without costs it has no meaning; give cost=, a "
-                    "function from an input to its cost"
+                    f"{name}={value!r:.100}: without {needed} it has no meaning; {remedy}"
                 )
-        if self.key is not None and self.cache is None:
-            raise ConfigurationError(
-                f"key={self.key!r:.100}: without a cache it has no meaning; give cache="
-            )
-        if self.shared_version is not None and not self.shared:
-            raise ConfigurationError(
-                f"shared_version={self.shared_version!r:.100}: without sharing it has no meaning; "
-                "give shared=True"
-            )
         self._resolve_devices()
 
     def _resolve_devices(self) -> None:
@@ -425,7 +444,7 @@ class Settings:
                 f"num_workers={self.num_workers}: devices={devices!r:.100} and workers_per_device="
                 f"{self.workers_per_device} give {count} workers; omit num_workers"
             )
-        _Count(1, MAX_WORKERS)("devices * workers_per_device", count)
+        WORKERS.check("devices * workers_per_device", count)
         place_workers(devices, count, os.environ)
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "num_workers", count)
@@ -444,12 +463,8 @@ class Settings:
         return max(MIN_QUEUE_SIZE, room)
 
     def changed(self, changes: Reconfiguration) -> "Settings":
-        """Copy these settings with some of them changed.
-
-        Raises:
-            ConfigurationError: A new value is wrong, or its setting cannot be changed.
-        """
-        names = Reconfiguration.__annotations__
+        """Copy these settings with some of them changed."""
+        names = [option.name for option in OPTIONS.values() if option.is_live]
         unknown = sorted(set(changes) - set(names))
         if unknown:
             raise ConfigurationError(
@@ -461,19 +476,59 @@ class Settings:
         return replace(kept, **changes)
 
 
+@dataclass(frozen=True)
+class Option:
+    """A setting as documents, files and command lines need it."""
+
+    name: str
+    # Types of a value that can be written as text: int, float, bool, str, or list for several
+    # texts. Empty for objects and functions, which only a program can give.
+    types: tuple[type, ...]
+    # Whether None is a value: no limit, or the default that `doc` or the documents name.
+    is_optional: bool
+    range: Range
+    default: Any
+    # One line for people, in Markdown.
+    doc: str
+    # Whether `DynBatcher.reconfigure` can change it while the batcher runs.
+    is_live: bool
+
+    def __str__(self) -> str:
+        """Describe the unit and the range."""
+        parts = (self.range.unit, self.range.text, "or None" if self.is_optional else "")
+        return ", ".join(filter(None, parts))
+
+
+def _list_options() -> Iterator[Option]:
+    for field in fields(Settings):
+        kind, values, doc = get_args(field.type)
+        kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        yield Option(
+            name=field.name,
+            types=tuple(_TYPES_OF_TEXTS[part] for part in kinds if part in _TYPES_OF_TEXTS),
+            is_optional=NoneType in kinds,
+            range=values,
+            default=field.default,
+            doc=doc,
+            is_live=field.name in Reconfiguration.__annotations__,
+        )
+
+
+# By the annotation of a field.
+_TYPES_OF_TEXTS: dict[Any, type] = {
+    **{kind: kind for kind in (int, float, bool, str)},
+    PolicyName: str,
+    Sequence[str]: list,
+}
+# The options of `DynBatcher`, besides the model and its arguments, by name.
+OPTIONS = {option.name: option for option in _list_options()}
+
+
 def reject_unknown_options(given: Iterable[str]) -> None:
-    """Raise the error that Python raises for an unknown argument, with the nearest known name.
-
-    Args:
-        given: Names of the options of one call of `DynBatcher`.
-
-    Raises:
-        TypeError: `BatcherOptions` has no such option; raised for the first one.
-    """
+    """Raise the error that Python raises for an unknown argument, with the nearest known name."""
     for name in given:
         if name not in BatcherOptions.__annotations__:
-            known = [*(field.name for field in fields(Settings)), "model_args", "model_kwargs"]
-            hint = suggest_parameter(name, known)
+            hint = suggest_parameter(name, [*OPTIONS, "model_args", "model_kwargs"])
             raise TypeError(f"DynBatcher() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -487,3 +542,76 @@ def warn_about_workers(settings: Settings) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+# Suggestions of known names for misspelt ones.
+
+# Similarity ratios of `difflib`. `max_dealy` and `max_batch_len` reach 0.89 with the intended name;
+# `batch_timeout` and `start_timeout`, which mean different things, 0.77.
+TYPO = 0.85
+SIMILAR = 0.7
+# `warm_up_inputs` reaches 0.96 with `warmup_inputs`; `clone`, another name, 0.8 with `close`.
+HOOK_TYPO = 0.85
+
+_UNITS = {"s", "sec", "seconds", "ms", "millis", "milliseconds", "us", "microseconds"}
+# Words of an unknown name, and the intended parameters of `DynBatcher` and of the decorators. The
+# first entry whose words all occur counts. Source: parameter names of BentoML, LitServe, Ray Serve,
+# TorchServe, Triton and batched.
+_HOLD = ("max_delay", "timeout_ms")
+# The decorators, as those of `batched`, call the longest wait for a batch `timeout_ms`; by its look
+# it would be `timeout`, the limit of a call.
+_SAME = {"timeout_ms": "max_delay"}
+_MEANINGS = {
+    "batch timeout": _HOLD,
+    "wait": _HOLD,
+    "delay": _HOLD,
+    "latency": ("max_latency", "timeout_ms"),
+    "timeout": ("timeout", "timeout_ms"),
+    "deadline": ("timeout", "timeout_ms"),
+    "gpu": ("devices",),
+    "gpus": ("devices",),
+    "device": ("devices",),
+    "worker": ("num_workers",),
+    "workers": ("num_workers",),
+    "processes": ("num_workers",),
+    "replicas": ("num_workers",),
+    "queue": ("max_queue_size",),
+    "batch": ("max_batch_size", "batch_size"),
+}
+
+
+def suggest_parameter(name: str, known: Collection[str]) -> str:
+    """Return the end of an error message about an unknown parameter."""
+    words = name.lower().split("_")
+    bare = "_".join(word for word in words if word not in _UNITS)
+    same = _SAME.get(name)
+    found = (
+        (same if same in known else None)
+        or _find_close(name, known, TYPO)
+        or _find_close(bare, known, TYPO)
+        or _find_meaning(words, known)
+        or _find_close(name, known, SIMILAR)
+    )
+    if found is None:
+        return ""
+    unit = ", in seconds" if bare != "_".join(words) and not found.endswith("_ms") else ""
+    return f". Did you mean {found!r}{unit}?"
+
+
+def find_misspelt(names: Iterable[str], hooks: Collection[str]) -> list[tuple[str, str]]:
+    """Return names that look like misspelt hooks, each with the hook."""
+    found = [(name, _find_close(name, hooks, HOOK_TYPO)) for name in names]
+    return [(name, hook) for name, hook in found if hook is not None]
+
+
+def _find_close(name: str, known: Collection[str], likeness: float) -> str | None:
+    return next(iter(get_close_matches(name, known, n=1, cutoff=likeness)), None)
+
+
+def _find_meaning(words: Collection[str], known: Collection[str]) -> str | None:
+    """Return the known parameter that the words stand for."""
+    for phrase, parameters in _MEANINGS.items():
+        found = [parameter for parameter in parameters if parameter in known]
+        if found and set(phrase.split()) <= set(words):
+            return found[0]
+    return None

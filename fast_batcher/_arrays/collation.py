@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from fast_batcher.errors import ConfigurationError
+from fast_batcher.settings import COUNT, choice, whole
 
 Unequal = Literal["error", "group"]
 Outputs = Literal["auto", "rows", "several"]
@@ -13,6 +14,7 @@ PadValue = bool | int | float | complex
 
 # More axes than NumPy arrays can have (64 since NumPy 2.0) are a typing error.
 MOST_DIMS: Final = 64
+_AXIS: Final = whole(-MOST_DIMS, MOST_DIMS - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +122,38 @@ class Collation:
         """Fill rows up to the longest of their batch, then join them as `stack` does.
 
         Rows keep their dtype. They have to be equal in everything but the lengths of padded axes.
+
+        Args:
+            value: Number that fills up every feature without an entry in `values`. It has to fit
+                the dtype: 300 in a uint8 or 0.5 in an int64 is an error. With None only the
+                features in `values` are padded.
+            values: Numbers by the name of the feature.
+            side: The end of the axis at which the filling goes.
+            sides: The same by the name of the feature.
+            dims: The padded axes of a row, without the batch axis; a feature may lack some.
+            mask: Name under which every row, which has to be a mapping, gets an int64 mask: 1 where
+                the data is, 0 where the filling is. Its axes are the padded ones.
+            mask_of: The feature that the mask describes. Not needed where all padded features of a
+                row have the same lengths.
+            batch_dim: See `stack`, as for the other arguments.
+            unequal: See there.
+            outputs: See there.
+            allowed_batch_sizes: See there.
+
+        Raises:
+            ConfigurationError: An argument is wrong.
         """
         remedy = "give the number of an axis of a row, or several as a tuple"
         padding = Padding(
             value=None if value is None else _check_pad_value("value", value),
             values={
-                name: _check_pad_value(f"values[{name!r}]", one)
-                for name, one in _check_names("values", values).items()
+                name: _check_pad_value(f"values[{name!r}]", number)
+                for name, number in _check_names("values", values).items()
             },
             side=_check_choice("side", side, get_args(Side)),
             sides={
-                name: _check_choice(f"sides[{name!r}]", one, get_args(Side))
-                for name, one in _check_names("sides", sides).items()
+                name: _check_choice(f"sides[{name!r}]", end, get_args(Side))
+                for name, end in _check_names("sides", sides).items()
             },
             dims=_check_axes("dims", dims, MOST_DIMS, remedy),
             mask=_check_name("mask", mask),
@@ -147,37 +169,31 @@ class Collation:
         return replace(stacked, padding=padding)
 
 
-def _is_count(value: object) -> bool:
-    # bool is an int to Python, and never a count to a person.
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_axes(name: str, axes: object, most: int, remedy: str) -> tuple[int, ...]:
-    several = (axes,) if _is_count(axes) else axes
-    is_sequence = isinstance(several, tuple | list) and 0 < len(several) <= most
-    if not is_sequence or not all(map(_is_axis, several)):  # type: ignore[call-overload]  # a sequence
+    several = axes if isinstance(axes, tuple | list) else (axes,)
+    try:
+        for axis in several:
+            _AXIS.check(name, axis)
+    except ConfigurationError:
+        several = ()
+    if not 0 < len(several) <= most:
         raise ConfigurationError(f"{name}={axes!r:.100}: {remedy}")
-    return tuple(several)  # type: ignore[arg-type]  # a sequence
+    return tuple(several)
 
 
-def _is_axis(value: object) -> bool:
-    return _is_count(value) and -MOST_DIMS <= value < MOST_DIMS  # type: ignore[operator]  # an int
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    if not isinstance(value, str) or value not in choices:
-        names = ", ".join(repr(choice) for choice in choices)
-        raise ConfigurationError(f"{name}={value!r:.100}: choose one of {names}")
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    choice(choices).check(name, value)
     return value
 
 
 def _check_sizes(sizes: object) -> tuple[int, ...]:
-    is_sequence = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes)
-    if not is_sequence or not all(_is_count(size) and size > 0 for size in sizes):  # type: ignore[attr-defined]  # a sequence
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str | bytes):
         raise ConfigurationError(
             f"allowed_batch_sizes={sizes!r:.200}: give whole numbers of 1 or more, as in (1, 8, 32)"
         )
-    return tuple(sorted(set(sizes)))  # type: ignore[call-overload]  # a sequence
+    for size in sizes:
+        COUNT.check("allowed_batch_sizes", size)
+    return tuple(sorted(set(sizes)))
 
 
 def _check_pad_value(name: str, value: Any) -> PadValue:

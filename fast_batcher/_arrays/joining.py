@@ -192,7 +192,7 @@ def may_have_axis(spec: Spec, dim: int) -> bool:
 def stack_leaves(
     leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding | None, like: Spec
 ) -> Any:
-    """Join the leaves of many rows along a new axis."""
+    """Join leaves of one spec along a new axis; numbers get the library of the spec `like`."""
     if spec.kind == "none":
         return None
     if spec.kind == "text":
@@ -236,27 +236,19 @@ def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, paddi
     return batch
 
 
+_DTYPES: Final = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+
+
 def _stack_numbers(leaves: Sequence[Any], spec: Spec, like: Spec) -> Any:
+    dtype = _DTYPES[spec.dtype]
     if like.kind == "tensor":
         torch = sys.modules["torch"]
-        dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
-        dtype = dtypes.get(spec.dtype, torch.complex128)
-        return torch.tensor(leaves, dtype=dtype, device=like.device)
+        return torch.tensor(leaves, dtype=getattr(torch, dtype), device=like.device)
     try:
         numpy = importlib.import_module("numpy")
     except ImportError:
         raise CollationError("numbers become NumPy arrays, and NumPy is not installed") from None
-    names = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
-    return numpy.array(leaves, names[spec.dtype])
-
-
-def ones(lengths: Sequence[int], like: Spec) -> Any:
-    """Make an int64 mask of ones, in the library and on the device of a feature."""
-    if like.kind == "tensor":
-        torch = sys.modules["torch"]
-        return torch.ones(tuple(lengths), dtype=torch.int64, device=like.device)
-    numpy = sys.modules["numpy"]
-    return numpy.ones(tuple(lengths), "int64")
+    return numpy.array(leaves, dtype)
 
 
 def row_count(batch: Any, dim: int) -> int | None:
@@ -267,13 +259,6 @@ def row_count(batch: Any, dim: int) -> int | None:
     return batch.shape[dim] if -ndim <= dim < ndim else None
 
 
-def byte_count(leaf: Any) -> int:
-    """Return how many bytes a copy of an array or tensor takes."""
-    if is_tensor(leaf):
-        return 0 if find_tensor_fault(leaf) else leaf.numel() * leaf.element_size()
-    return int(leaf.nbytes)
-
-
 def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[Any]:
     """Split an array or tensor along its axis `dim` into rows.
 
@@ -281,7 +266,8 @@ def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[A
     pickled with its whole batch, so rows of a tensor are copies, without their gradients.
     """
     if is_tensor(batch):
-        return [own_tensor(row) for row in _plain(batch, to_cpu=to_cpu).unbind(dim)]
+        plain = batch.detach().cpu() if to_cpu else batch.detach()
+        return [_copy_tensor(row) for row in plain.unbind(dim)]
     numpy = sys.modules["numpy"]
     rows = numpy.moveaxis(numpy.asarray(batch), dim, 0)
     return copy_rows(rows) if copy else list(rows)
@@ -294,21 +280,15 @@ def copy_rows(batch: Any) -> list[Any]:
     return [row.copy() for row in batch]
 
 
-def own(leaf: Any, *, to_cpu: bool) -> Any:
+def _own(leaf: Any, *, to_cpu: bool) -> Any:
     """Return a leaf as it is, but a tensor without its gradient and without shared memory."""
     if not is_tensor(leaf) or find_tensor_fault(leaf) is not None:
         return leaf
-    plain = _plain(leaf, to_cpu=to_cpu)
-    size = plain.numel() * plain.element_size()
-    return plain if plain.untyped_storage().nbytes() == size else own_tensor(plain)
+    plain = leaf.detach().cpu() if to_cpu else leaf.detach()
+    return plain if plain.untyped_storage().nbytes() == plain.nbytes else _copy_tensor(plain)
 
 
-def _plain(tensor: Any, *, to_cpu: bool) -> Any:
-    return tensor.detach().cpu() if to_cpu else tensor.detach()
-
-
-def own_tensor(tensor: Any) -> Any:
-    """Copy a tensor."""
+def _copy_tensor(tensor: Any) -> Any:
     return tensor.clone(memory_format=sys.modules["torch"].contiguous_format)
 
 
@@ -326,7 +306,7 @@ class Row(NamedTuple):
 
 
 def make_row(value: Any, collation: Collation) -> Row:
-    """Flatten one input and describe its leaves."""
+    """Flatten and describe one input; CollationError if it cannot be joined to any other."""
     padding = collation.padding
     row = _flatten_row(value, padding)
     if padding is not None and padding.mask is not None:
@@ -385,7 +365,11 @@ def _make_mask(row: Row, name: str, mask_of: str | None) -> tuple[Any, Spec]:
             sizes[tuple([length for length, fixed in padded if fixed is None])] = spec
     if len(sizes) == 1:
         ((lengths, spec),) = sizes.items()
-        mask = ones(lengths, spec)
+        if spec.kind == "tensor":
+            torch = sys.modules["torch"]
+            mask = torch.ones(lengths, dtype=torch.int64, device=spec.device)
+        else:
+            mask = sys.modules["numpy"].ones(lengths, "int64")
         return mask, spec._replace(dtype=mask.dtype, shape=(None,) * len(lengths))
     if sizes:
         raise CollationError(
@@ -398,15 +382,15 @@ def _make_mask(row: Row, name: str, mask_of: str | None) -> tuple[Any, Spec]:
     )
 
 
-def describe_difference(one: Row, other: Row) -> str:
+def describe_difference(row: Row, other: Row) -> str:
     """Say why two rows of different signatures cannot be in one batch."""
-    if one.tree != other.tree:
+    if row.tree != other.tree:
         return (
-            f"rows of different structures cannot be joined: {_list_features(one)} and "
+            f"rows of different structures cannot be joined: {_list_features(row)} and "
             f"{_list_features(other)}"
         )
-    features = zip(paths(one.tree), one.specs, other.specs, strict=True)
-    path, spec, second = next(one for one in features if one[1] != one[2])
+    features = zip(paths(row.tree), row.specs, other.specs, strict=True)
+    path, spec, second = next(pair for pair in features if pair[1] != pair[2])
     is_length = spec._replace(shape=()) == second._replace(shape=())
     remedy = "; axes of unequal lengths can be padded, see Collation.pad" if is_length else ""
     return f"{named(path)} cannot be joined: {spec} and {second}{remedy}"
@@ -427,7 +411,7 @@ _ATOMS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def join(rows: Sequence[Any], collation: Collation) -> Any:
-    """Join rows to one batch."""
+    """Join one or more rows to one structure whose arrays have one axis more, at `batch_dim[0]`."""
     if not rows:
         raise CollationError("there are no rows to join: what is joined needs one or more")
     first = make_row(rows[0], collation)
@@ -468,12 +452,9 @@ def split(
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
-    """Split a batch into its rows, the inverse of `join`."""
+    """Split a batch of `count` rows, the inverse of `join`; without `copy` into views of arrays."""
     axis = collation.batch_dim[1]
-
-    def is_rows(value: Any) -> bool:
-        return _is_rows(value, axis, collation.outputs)
-
+    is_rows = functools.partial(_is_rows, dim=axis, reading=collation.outputs)
     return _split(batch, count, axis, is_rows, to_cpu=to_cpu, copy=copy)
 
 
@@ -506,7 +487,9 @@ def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
     if reading == "several":
         # As `join` makes it of texts.
         return type(value) is list and bool(value) and all(map(is_plain, value))
-    if any(entry is not None for entry in value) and all(_may_be_batch(e, dim) for e in value):
+    if any(entry is not None for entry in value) and all(
+        _may_be_batch(entry, dim) for entry in value
+    ):
         raise OutputMismatchError(
             f"the output is a {type(value).__name__} of {len(value)}, which could be one output "
             "for each input, or several outputs of the whole batch; say which with outputs='rows' "
@@ -522,7 +505,7 @@ def _may_be_batch(value: Any, dim: int) -> bool:
     if value is None or type(value) in (list, tuple):
         return True
     inside = children(value)
-    return inside is not None and all(_may_be_batch(one, dim) for one in inside)
+    return inside is not None and all(_may_be_batch(child, dim) for child in inside)
 
 
 def _split_leaf(
@@ -567,11 +550,11 @@ def _own_row(row: Any, *, to_cpu: bool) -> Any:
     inside, tree = flatten(row)
     if not any(map(is_tensor, inside)):
         return row
-    return build(tree, iter([own(leaf, to_cpu=to_cpu) for leaf in inside]))
+    return build(tree, iter([_own(leaf, to_cpu=to_cpu) for leaf in inside]))
 
 
 def split_rows(batch: Any, collation: Collation) -> list[Any]:
-    """Split an input that is itself a batch into its rows."""
+    """Split an input that is itself a batch, with its axis at `batch_dim[0]`, into its rows."""
     axis = collation.batch_dim[0]
     leaves, tree = flatten(batch, _is_list)
     counts = {
@@ -614,20 +597,21 @@ def is_much(
     parts = size = 0
     todo = [(value, dim)]
     while todo:
-        one, axis = todo.pop()
-        if type(one) is list:
+        part, axis = todo.pop()
+        if type(part) is list:
             axis = None  # its entries are rows
         # A list may be long, so it is not copied.
-        inside = one if type(one) in (list, tuple) else children(one)
+        inside = part if type(part) in (list, tuple) else children(part)
         if inside is not None:
             parts += len(inside)
-        elif is_array(one) or is_tensor(one):
-            size += byte_count(one)
-            parts += 0 if axis is None else row_count(one, axis) or 0
+        elif is_array(part) or is_tensor(part):
+            is_opaque = is_tensor(part) and find_tensor_fault(part)
+            size += 0 if is_opaque else int(part.nbytes)
+            parts += 0 if axis is None else row_count(part, axis) or 0
         if parts > most_parts or size > most_bytes:
             return True
         # Numbers and texts, the most parts of long lists, have been counted.
-        todo += [(part, axis) for part in inside or () if type(part) not in _ATOMS]
+        todo += [(inner, axis) for inner in inside or () if type(inner) not in _ATOMS]
     return False
 
 
@@ -679,6 +663,9 @@ def list_outputs(
     outputs: Any, count: int, returned: str, *, copies: bool, to_cpu: bool = True
 ) -> list[Any]:
     """Return the outputs of a batch as a list: an array or tensor is split along its first axis."""
+    # A view of a row keeps the whole batch in memory, and changes when the model fills the array
+    # again: so rows of tensors are copied, and those of arrays with `copies`. `returned` is the
+    # subject and verb of error messages.
     # A subclass of list may iterate over something else than its items.
     if type(outputs) is list and len(outputs) == count:
         return outputs
@@ -689,7 +676,12 @@ def list_outputs(
         raise OutputMismatchError(
             f"{returned} {len(outputs)} outputs for {count} inputs; return one per input"
         )
-    rows = _list_rows(outputs, count, copies=copies, to_cpu=to_cpu)
+    if _is_tensor(outputs):
+        rows = [row.clone() for row in (outputs.detach().cpu() if to_cpu else outputs)]
+    elif copies and _is_array(outputs):
+        rows = copy_rows(outputs)
+    else:
+        rows = list(islice(outputs, count + 1))  # of a longer one, one more than `count`
     if len(rows) != count:
         found = "more" if len(rows) > count else len(rows)
         raise OutputMismatchError(
@@ -714,15 +706,6 @@ def _describe_fault(outputs: Any) -> str | None:
     is_array_like = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
     is_sequence = is_array_like or isinstance(outputs, Sequence)
     return None if is_sequence and not isinstance(outputs, TEXTS) else _NO_SEQUENCE
-
-
-def _list_rows(outputs: Any, count: int, *, copies: bool, to_cpu: bool) -> list[Any]:
-    """List the outputs; of one that has more than `count`, one more than that."""
-    if _is_tensor(outputs):
-        return [row.clone() for row in (outputs.detach().cpu() if to_cpu else outputs)]
-    if copies and _is_array(outputs):
-        return copy_rows(outputs)
-    return list(islice(outputs, count + 1))
 
 
 def _is_array(value: Any) -> bool:

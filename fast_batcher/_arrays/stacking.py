@@ -110,7 +110,7 @@ def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
 
 
 def _locate(value: Any) -> tuple[tuple[Any, Any, Any, int], int] | None:
-    """Describe a contiguous array or tensor, and return its address."""
+    """Return the form and the address of a contiguous array or tensor, None for another value."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and type(value) is numpy.ndarray:
         if not value.flags.c_contiguous or value.dtype.hasobject:

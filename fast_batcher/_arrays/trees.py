@@ -52,7 +52,7 @@ def _never(_: object) -> bool:
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] = _never) -> tuple[list[Any], Tree]:
-    """Flatten a structure into its leaves."""
+    """Return the leaves of a structure, and its tree; `is_leaf` marks structures as leaves."""
     leaves: list[Any] = []
     try:
         return leaves, _grow(value, leaves, is_leaf)

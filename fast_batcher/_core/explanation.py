@@ -53,16 +53,18 @@ def explain(
     setup: Setup,
     learned: Sequence[tuple[float, float, float]] = (),
 ) -> Explanation:
-    """Explain recent batches."""
+    """Explain recent batches, oldest first, and older ones by what was `learned` from them."""
     if len(samples) < 2:
         return Explanation()
-    began, ended = samples[0].began_at, max(one.answered_at for one in samples)
+    began, ended = samples[0].began_at, max(sample.answered_at for sample in samples)
     seconds = max(ended - began, 1e-9)
-    requests = sum(one.size for one in samples)
-    busy = sum(one.answered_at - one.began_at for one in samples) / (seconds * setup.num_workers)
+    requests = sum(sample.size for sample in samples)
+    busy = sum(sample.answered_at - sample.began_at for sample in samples) / (
+        seconds * setup.num_workers
+    )
     votes: Counter[Cause] = Counter()
-    for one in samples:
-        votes[_find_cause(one, setup)] += one.size
+    for sample in samples:
+        votes[_find_cause(sample, setup)] += sample.size
     (cause, count), *_ = votes.most_common(1)
     service = _learn(samples, learned)
     rate, capacity = requests / seconds, _predict_capacity(setup, service)
@@ -84,12 +86,12 @@ def _learn(
 ) -> ServiceModel:
     """Make a service model of the samples, and of the other sizes that were learned before."""
     service = ServiceModel()
-    for one in samples:
-        service.observe(one.size, one.answered_at - one.began_at)
+    for sample in samples:
+        service.observe(sample.size, sample.answered_at - sample.began_at)
     sampled = [size for size, _, _ in service.points()]
     # Last, and so with their full weight: nothing newer tells about these sizes.
     for size, median, _ in learned:
-        if all(max(size, one) >= 2 * min(size, one) for one in sampled):
+        if all(max(size, known) >= 2 * min(size, known) for known in sampled):
             service.observe(size, median)
     return service
 
@@ -137,7 +139,7 @@ def _advise(
 ) -> str:
     """Return what would change the size of the batches, and what it would gain."""
     if cause == "max_batch_size":
-        full = [one.size for one in samples if one.release is Release.FULL]
+        full = [sample.size for sample in samples if sample.release is Release.FULL]
         if 2 * sum(size < setup.max_batch_size for size in full) > len(full):
             return (
                 "most of these batches had a smaller max_batch_size, that of their method, or the "
@@ -145,7 +147,9 @@ def _advise(
             )
         return _advise_size(setup, service, rate)
     if cause == "window":
-        waited = sum(one.waited * one.size for one in samples) / sum(one.size for one in samples)
+        waited = sum(sample.waited * sample.size for sample in samples) / sum(
+            sample.size for sample in samples
+        )
         return (
             f"policy='adaptive' sends at once where waiting does not pay; requests wait "
             f"{1000 * waited:.3g} ms now"

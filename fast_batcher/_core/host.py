@@ -1,12 +1,12 @@
 """The life of a host by its API processes, the process that reports, and open calls. Pure."""
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
-from itertools import chain, count
+from itertools import count
 from math import inf
 from typing import Final, NamedTuple
 
-from fast_batcher._core.values import Phase, Request, settle_open
+from fast_batcher._core.queue import Deadlines
+from fast_batcher._core.values import RETRYING, SENT, Request, settle_open
 
 # Seconds for which a host without an API process waits for the next. A server replaces a crashed
 # process within seconds, and the models need not be loaded again.
@@ -69,9 +69,6 @@ GRACE: Final = 0.1
 # A request fails after this many hosts died while they had it: it is sent again once.
 MOST_LOSSES: Final = 2
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_SENT = Phase.SENT
-
 
 class HostLoss(NamedTuple):
     """Consequences of the death of a host."""
@@ -96,75 +93,47 @@ class OpenCalls:
         self._timeout = inf if timeout is None else timeout
         self._idempotent = idempotent
         self._ids = count()
-        # In order of arrival, which is also the order of their deadlines.
-        self._plain: dict[int, Request] = {}
-        # With deadlines of their own: these are also in the heap.
-        self._timed: dict[int, Request] = {}
-        # Entries of requests that have ended stay until they reach the top or are the majority.
-        self._deadlines: list[tuple[float, int]] = []
+        self._calls = Deadlines()
 
     def __len__(self) -> int:
-        return len(self._plain) + len(self._timed)
+        return len(self._calls.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._plain.values(), self._timed.values())
+        """Iterate over the requests in order of arrival."""
+        return iter(self._calls.requests.values())
 
     def add(self, now: float, request: Request) -> None:
         """Add a request that has just arrived, and give it its id."""
         request.id = next(self._ids)
         request.arrival = now
-        if request.has_explicit_deadline:
-            self._timed[request.id] = request
-            heappush(self._deadlines, (request.deadline, request.id))
-        else:
+        if not request.has_explicit_deadline:
             request.deadline = now + self._timeout
-            self._plain[request.id] = request
+        self._calls.add(request)
 
     def find(self, id: int) -> Request | None:
         """Return a request, None if it has ended."""
-        return self._plain.get(id) or self._timed.get(id)
+        return self._calls.requests.get(id)
 
     def remove(self, id: int) -> Request | None:
         """Remove and return a request, None if it has ended."""
-        request = self._plain.pop(id, None)
-        if request is None:
-            request = self._timed.pop(id, None)
-            if len(self._deadlines) > 2 * len(self._timed) + 1000:
-                self._deadlines = [(one.deadline, one.id) for one in self._timed.values()]
-                heapify(self._deadlines)
-        return request
+        return self._calls.remove(id)
 
     @property
     def next_expiry(self) -> float:
         """Earliest moment at which a request may end without an answer of the host."""
-        plain = next(iter(self._plain.values()), None)
-        earliest = inf if plain is None else plain.deadline
-        if self._deadlines:
-            earliest = min(earliest, self._deadlines[0][0])
-        return earliest + GRACE
+        return self._calls.earliest() + GRACE
 
     def expire(self, now: float) -> list[Request]:
         """Settle and return the requests that the host should have ended before."""
-        expired = []
-        for request in self._plain.values():
-            if request.deadline + GRACE > now:
-                break
-            expired.append(request)
-        while self._deadlines and self._deadlines[0][0] + GRACE <= now:
-            request_id = heappop(self._deadlines)[1]
-            if request_id in self._timed:
-                expired.append(self._timed[request_id])
-        for request in expired:
-            self.remove(request.id)
-        return settle_open(expired)
+        return settle_open(self._calls.pop_expired(now, GRACE))
 
     def host_lost(self) -> HostLoss:
         """Sort the requests that a dead host had; requests that were not sent yet do not change."""
         again: list[Request] = []
         failed: list[Request] = []
         poisonous: list[Request] = []
-        for request in sorted(self, key=lambda one: one.id):
-            if request.phase is not _SENT:
+        for request in self:
+            if request.phase != SENT:
                 continue
             request.losses += 1
             if not self._idempotent:
@@ -172,7 +141,7 @@ class OpenCalls:
             elif request.losses >= MOST_LOSSES:
                 poisonous.append(request)
             else:
-                request.phase = Phase.RETRYING
+                request.phase = RETRYING
                 again.append(request)
         for request in failed + poisonous:
             self.remove(request.id)
@@ -180,10 +149,7 @@ class OpenCalls:
 
     def take_all(self) -> list[Request]:
         """Remove, settle and return every request."""
-        left = sorted(self, key=lambda one: one.id)
-        self._plain.clear()
-        self._timed.clear()
-        self._deadlines.clear()
+        left, self._calls = [*self], Deadlines()
         return settle_open(left)
 
 
@@ -236,7 +202,7 @@ class Reporting:
     def choose(self, now: float) -> int | None:
         """Keep the reporter, or choose the next one; return it, None without a process."""
         if self.reporter is None or not self._reads(now, self.reporter):
-            reading = [one for one in self._unread_since if self._reads(now, one)]
+            reading = [tenant for tenant in self._unread_since if self._reads(now, tenant)]
             present = [self.reporter] if self.reporter is not None else [*self._unread_since]
             self.reporter = next(iter(reading or present), None)
         return self.reporter

@@ -38,13 +38,16 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
-        """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker."""
+        """Return why a batch that is not full leaves now, or until when it is held.
+
+        A new arrival or completion asks again.
+        """
 
     def end_hold(self) -> None:  # noqa: B027  most policies keep nothing of a hold
         """Learn that nothing is held: the batch has left, is empty, or no worker is free."""
 
     def arrived(self, now: float, count: int, is_idle: bool) -> None:  # noqa: B027
-        """Learn that requests have arrived together."""
+        """Learn of an arrival; `is_idle` if no other request was waiting or running."""
 
     def batch_done(self, now: float, size: int, load: Load) -> None:  # noqa: B027
         """Learn that a worker has answered a batch of this size; `load` no longer includes it."""
@@ -119,7 +122,7 @@ class ReturnCurve:
         self._open: list[tuple[float, float, float, list[int]]] = []
 
     def begin(self, now: float, horizon: float, size: float) -> None:
-        """Start to count the arrivals after an event."""
+        """Start to count the arrivals in the `horizon` seconds after an event."""
         self.close(now)
         self.last_at, self.last_size = now, size
         self._open.append((now, horizon / POINTS, size, [0] * POINTS))

@@ -1,12 +1,12 @@
 """Sizes and times of batches, and the predictions made from them. Pure; part of the scheduler.
 
-A model may have several methods, each with a batch size and learned times of its own: requests of
+A model has one method or several, each with a batch size and learned times of its own. Requests of
 different methods never share a batch, because each request is in a group of its method.
 
 All predictions read the 95 % quantile of the measured times, unless they say otherwise.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, inf
 from typing import Final, NamedTuple
 
@@ -26,7 +26,7 @@ STEP_SHARE: Final = 8
 
 
 class SizeCap:
-    """Largest size of a batch for now: `max_batch_size`, or less after the model ran out of memory."""
+    """Largest size of a batch for now: `max_batch_size`, or less after it ran out of memory."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -89,42 +89,45 @@ class SizeCap:
 
 
 class Method:
-    """A method of a model that has several.
+    """A method of a model, "infer" or marked with `batchable`."""
 
-    Args:
-        name: Its name; "infer" for the unnamed one.
-        max_batch_size: Most requests in a batch, None for the batcher's.
-        default_size: The batcher's `max_batch_size`.
-    """
-
-    def __init__(self, name: str, max_batch_size: int | None, default_size: int) -> None:
+    def __init__(self, name: str, own_size: int | None, batcher_size: int) -> None:
         self.name = name
-        self._max_batch_size = max_batch_size
-        self.size_cap = SizeCap(max_batch_size or default_size)
+        # Its own `max_batch_size`, None for the batcher's.
+        self._own_size = own_size
+        self.size_cap = SizeCap(own_size or batcher_size)
+        # Seconds of its batches by their size.
         self.service = ServiceModel()
         # The group of its requests, where there is no `group_by`.
         self.group = Group(None, self)
 
-    def reconfigure(self, default_size: int) -> None:
+    def reconfigure(self, batcher_size: int) -> None:
         """Use another `max_batch_size` of the batcher, unless the method has its own."""
-        if self._max_batch_size is None:
-            self.size_cap.limit(default_size)
+        if self._own_size is None:
+            self.size_cap.limit(batcher_size)
 
 
-def method_of(group: Group | None) -> Method | None:
-    """Return the method of a group; None if the model has only one."""
-    return None if group is None else group.method
+class Methods:
+    """The methods of a model, one or more."""
 
+    def __init__(self, methods: Sequence[Method]) -> None:
+        self.all = methods
+        # The method of requests that name none.
+        self.first = methods[0]
 
-def cap_of(group: Group | None, default: SizeCap) -> SizeCap:
-    """Return the limit of the batches of a group."""
-    return default if group is None or group.method is None else group.method.size_cap
+    def of(self, group: Group | None) -> Method:
+        """Return the method of a group."""
+        return self.first if group is None or group.method is None else group.method
 
+    @property
+    def largest_size(self) -> int:
+        """Most requests that a batch of any method may have now."""
+        return max([method.size_cap.size for method in self.all])
 
-def shrink(batch: Batch, default: SizeCap) -> None:
-    """Make batches smaller, because the model ran out of memory with this one."""
-    cap = cap_of(batch.requests[0].group, default)
-    cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
+    def ran_out(self, batch: Batch) -> None:
+        """Make batches smaller, because the model ran out of memory with this one."""
+        cap = self.of(batch.requests[0].group).size_cap
+        cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
 
 
 # A prediction is the estimate of the service model times this factor. Under overload every accepted
@@ -155,11 +158,12 @@ class Backlog(NamedTuple):
 class BatchTimes:
     """Measured seconds of batches, and the predictions made from them."""
 
-    def __init__(self, size_cap: SizeCap, packer: BatchPacker | None) -> None:
-        self._size_cap = size_cap
+    def __init__(self, methods: Methods, packer: BatchPacker | None) -> None:
+        self._methods = methods
         self._packer = packer
         self.has_costs = packer is not None
-        self.by_size = ServiceModel()
+        # Of all methods together.
+        self.by_size = methods.first.service if len(methods.all) == 1 else ServiceModel()
         self.by_charge = self.by_size if packer is None else packer.service
         # Whether predictions are needed by anything but the policy. Learning costs each batch some
         # microseconds, so it begins when a prediction may first be needed.
@@ -178,17 +182,17 @@ class BatchTimes:
 
     def seconds_of(self, requests: list[Request]) -> float:
         """Predict the seconds of a batch of these requests; only if `is_known`."""
-        method = method_of(requests[0].group)
-        if method is not None and self._packer is None and method.service.is_known:
-            return method.service.high(len(requests))
+        service = self._methods.of(requests[0].group).service
+        if self._packer is None and service.is_known:
+            return service.high(len(requests))
         return self.by_charge.high(self.charge(requests))
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from an answered batch."""
         self.by_size.observe(len(batch.requests), seconds)
-        method = method_of(batch.requests[0].group)
-        if method is not None:
-            method.service.observe(len(batch.requests), seconds)
+        service = self._methods.of(batch.requests[0].group).service
+        if service is not self.by_size:
+            service.observe(len(batch.requests), seconds)
         if self._packer is not None:
             self.by_charge.observe(self._packer.charge(batch.requests), seconds)
 
@@ -208,7 +212,7 @@ class BatchTimes:
         """
         if not requests:
             return
-        cost = sum([one.cost for one in requests]) / len(requests)
+        cost = sum([request.cost for request in requests]) / len(requests)
         for size, seconds in self.unpriced_warm_ups:
             self.by_charge.observe(size * cost, seconds)
         self.unpriced_warm_ups.clear()
@@ -216,7 +220,7 @@ class BatchTimes:
     def seconds_until_free(
         self, now: float, slot: WorkerSlot, read: Callable[[float], float] | None = None
     ) -> float:
-        """Predict the seconds until a worker has answered all of its batches."""
+        """Predict, by `high` or `read`, the seconds until a worker has answered its batches."""
         if not slot.batches or not self.is_known:
             return 0.0
         read = read or self.by_charge.high
@@ -250,7 +254,8 @@ class BatchTimes:
         """Predict by medians the seconds until the queue is empty; None before any observation."""
         if not self.is_known or backlog.delay == inf:
             return None
-        full, batches = float(self._size_cap.size), ceil(backlog.requests / self._size_cap.size)
+        size = self._methods.largest_size
+        full, batches = float(size), ceil(backlog.requests / size)
         if self._packer is not None and backlog.requests:
             full = self._full_charge(backlog.cost, backlog.requests)
             # Rounding may have left a sum of 0.
@@ -259,5 +264,5 @@ class BatchTimes:
 
     def _full_charge(self, cost: float, requests: int) -> float:
         """Return the charge of a full batch: full by number at the mean cost, or full by cost."""
-        full = self._size_cap.size * cost / requests
+        full = self._methods.largest_size * cost / requests
         return full if self._packer is None else min(full, self._packer.max_batch_cost)

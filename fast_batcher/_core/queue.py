@@ -14,12 +14,51 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import Group, Phase, Request, settle
+from fast_batcher._core.values import Group, Request, settle
 
 # Below this number of dead entries a sweep costs more than the memory is worth.
 MIN_DEAD_ENTRIES = 64
 
-_is_settled = attrgetter("is_settled")
+_is_settled, _cost_of = attrgetter("is_settled"), attrgetter("cost")
+
+
+class Deadlines:
+    """Requests by id, in the order in which they were added, with a heap of their deadlines.
+
+    Entries of removed requests stay in the heap until they reach its top or are the majority.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        # Deadlines and ids: an entry of a removed request must not keep its input.
+        self._heap: list[tuple[float, int]] = []
+
+    def add(self, request: Request) -> None:
+        """Add a request that has its deadline and its id."""
+        self.requests[request.id] = request
+        heappush(self._heap, (request.deadline, request.id))
+
+    def remove(self, request_id: int) -> Request | None:
+        """Remove and return a request, None if it is not there."""
+        request = self.requests.pop(request_id, None)
+        count = len(self.requests)
+        if not count or len(self._heap) > 2 * count + MIN_DEAD_ENTRIES:
+            self._heap = [(left.deadline, left.id) for left in self.requests.values()]
+            heapify(self._heap)
+        return request
+
+    def earliest(self) -> float:
+        """Return the first deadline, infinite without a request."""
+        while self._heap and self._heap[0][1] not in self.requests:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else inf
+
+    def pop_expired(self, now: float, grace: float = 0.0) -> list[Request]:
+        """Remove and return the requests whose deadlines passed `grace` ago, earliest first."""
+        expired = []
+        while self.earliest() + grace <= now:
+            expired.append(self.requests.pop(heappop(self._heap)[1]))
+        return expired
 
 
 class RequestQueue:
@@ -138,7 +177,7 @@ class BatchPacker:
         return len(costs) * max(costs) if self._is_padded else sum(costs)
 
     def fill(self, chosen: list[Request], window: Sequence[Request], most: int) -> None:
-        """Add requests to a batch."""
+        """Add requests of the window to a batch, which its first request joins at any cost."""
         rest = list(window)
         if not chosen and rest:
             chosen.append(rest.pop(0))
@@ -161,8 +200,10 @@ class BatchPacker:
         highest = max((request.cost for request in chosen), default=0.0)
         # The nearest last, and of those of one cost the oldest: sorting keeps their order.
         rest.reverse()
-        shorter = sorted([one for one in rest if one.cost <= highest], key=_cost_of)
-        longer = sorted([one for one in rest if one.cost > highest], key=_cost_of, reverse=True)
+        shorter = [request for request in rest if request.cost <= highest]
+        longer = [request for request in rest if request.cost > highest]
+        shorter.sort(key=_cost_of)
+        longer.sort(key=_cost_of, reverse=True)
         best, best_size = self._work_per_second(total, len(chosen) * highest), len(chosen)
         while len(chosen) < most:
             size = len(chosen) + 1
@@ -190,10 +231,6 @@ class BatchPacker:
         """Return work over the predicted seconds; 0 without work, and before any observation."""
         seconds = self.service.median(charge) if self.service.is_known else 0.0
         return work / seconds if seconds else 0.0
-
-
-def _cost_of(request: Request) -> float:
-    return request.cost
 
 
 # Every eighth batch is built by age. That bounds the wait of low priorities, and takes at most an
@@ -234,10 +271,10 @@ class _Lane:
 
     def insert(self, request: Request) -> None:
         """Add a request that may be older than others of the lane."""
-        younger = [one for one in self.requests.values() if one.id > request.id]
+        younger = [other for other in self.requests.values() if other.id > request.id]
         self.add(request)
-        for one in younger:
-            self.requests.move_to_end(one.id)
+        for other in younger:
+            self.requests.move_to_end(other.id)
         if younger:
             # Of two equal positions neither is passed over for longer.
             request.lane_position = younger[0].lane_position
@@ -282,8 +319,7 @@ class RankedQueue:
         # Every request is in two lanes: in one by its priority, in one by priority and group.
         self._levels: defaultdict[int, _Lane] = defaultdict(_Lane)
         self._lanes: defaultdict[tuple[int, Group | None], _Lane] = defaultdict(_Lane)
-        # A heap; entries of requests that left stay until they reach its top or are the majority.
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines()
         # Batches taken from this queue; retries do not come from here.
         self._batches = 0
 
@@ -304,7 +340,7 @@ class RankedQueue:
             self._lanes[request.priority, request.group].add(request)
             self.size += 1
             self.bytes += request.size
-            heappush(self._deadlines, (request.deadline, request.id, request))
+            self._deadlines.add(request)
 
     @property
     def next_group(self) -> Group | None:
@@ -324,7 +360,7 @@ class RankedQueue:
         )
 
     def has_full_group(self, count: int) -> bool:
-        """Whether a full batch of one group and priority waits; `count` is one without methods."""
+        """Whether a full batch of one group and priority waits: of its method, or of `count`."""
         return any(
             len(lane.requests)
             >= (count if group is None or group.method is None else group.method.size_cap.size)
@@ -371,9 +407,7 @@ class RankedQueue:
         self.bytes -= request.size
         _remove_from(self._levels, request.priority, request)
         _remove_from(self._lanes, (request.priority, request.group), request)
-        if not self.size or len(self._deadlines) > 2 * self.size + MIN_DEAD_ENTRIES:
-            self._deadlines = [(one.deadline, one.id, one) for one in self]
-            heapify(self._deadlines)
+        self._deadlines.remove(request.id)
 
     def raise_priority(self, request: Request, priority: int) -> None:
         """Raise the priority of a waiting request; the time is proportional to its new lane."""
@@ -391,19 +425,15 @@ class RankedQueue:
 
     def earliest_deadline(self) -> float:
         """Return the first moment at which a waiting request expires, infinite if none does."""
-        while self._deadlines and not _is_waiting(self._deadlines[0][2]):
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else inf
+        return self._deadlines.earliest()
 
     def pop_expired(self, now: float) -> list[Request]:
         """Remove and settle every request whose deadline is at or before `now`, oldest first."""
-        expired = []
-        while self.earliest_deadline() <= now:
-            request = heappop(self._deadlines)[2]
+        expired = sorted(self._deadlines.pop_expired(now), key=_age)
+        for request in expired:
             settle(request)
             self.discard(request)
-            expired.append(request)
-        return sorted(expired, key=_age)
+        return expired
 
     def _goes_by_age(self) -> bool:
         return self._batches % AGED_BATCHES == AGED_BATCHES - 1
@@ -434,7 +464,3 @@ def _remove_from(lanes: dict[Any, _Lane], key: Any, request: Request) -> None:
     lanes[key].remove(request)
     if not lanes[key].requests:
         del lanes[key]
-
-
-def _is_waiting(request: Request) -> bool:
-    return request.phase is Phase.QUEUED and not request.is_settled

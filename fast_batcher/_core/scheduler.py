@@ -24,13 +24,13 @@ from fast_batcher._core.prediction import (
     Backlog,
     BatchTimes,
     Method,
-    SizeCap,
-    cap_of,
-    method_of,
-    shrink,
+    Methods,
 )
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
 from fast_batcher._core.values import (
+    QUEUED,
+    RETRYING,
+    SENT,
     Action,
     Batch,
     BatchProgress,
@@ -39,7 +39,6 @@ from fast_batcher._core.values import (
     ExpiryReason,
     Fail,
     Limits,
-    Phase,
     Rejection,
     Release,
     Request,
@@ -89,7 +88,7 @@ class Retries:
     def after_loss(
         self, batch: Batch, progress: BatchProgress
     ) -> tuple[list[Request], list[Request]]:
-        """Retry the requests of a dead worker's batch, or settle them."""
+        """Retry the requests of a dead worker's batch; return the failed and the poisonous ones."""
         failed: list[Request] = []
         poisonous: list[Request] = []
         again: list[Request] = []
@@ -106,7 +105,7 @@ class Retries:
                 again.append(request)
         settle_open(failed + poisonous)
         self._put_first(
-            [again] if progress is BatchProgress.SENT else [[one] for one in again], inf
+            [again] if progress is BatchProgress.SENT else [[request] for request in again], inf
         )
         return failed, poisonous
 
@@ -122,12 +121,12 @@ class Retries:
         self._put_first([waiting[:middle], waiting[middle:]], until)
         return []
 
-    def take(self, size_cap: SizeCap) -> RetryGroup | None:
+    def take(self, methods: Methods) -> RetryGroup | None:
         """Remove and return the next batch of one group, None if there are none."""
         while self.groups:
             group = self.groups.popleft()
             requests = [request for request in group.requests if not request.is_settled]
-            count = cap_of(group.requests[0].group, size_cap).size
+            count = methods.of(group.requests[0].group).size_cap.size
             if len(requests) > count:
                 self.groups.appendleft(group._replace(requests=requests[count:]))
             if requests:
@@ -138,7 +137,7 @@ class Retries:
         for requests in reversed(groups):
             if requests:
                 for request in requests:
-                    request.phase = Phase.RETRYING
+                    request.phase = RETRYING
                 self.groups.appendleft(RetryGroup(requests, isolate_until))
 
 
@@ -264,7 +263,7 @@ class Admission:
         self._times.is_wanted = True
         backlog = self.backlog(now, queue)
         mean_cost = sum([request.cost for request in requests]) / len(requests)
-        levels = {one.priority for one in requests}
+        levels = {request.priority for request in requests}
         ahead_of = {priority: queue.ahead_of(priority) for priority in levels}
 
         def predict(request: Request, accepted: int) -> float:
@@ -329,9 +328,9 @@ class DeadlineBatches:
     measured.
     """
 
-    def __init__(self, times: BatchTimes, size_cap: SizeCap) -> None:
+    def __init__(self, times: BatchTimes, methods: Methods) -> None:
         self._times = times
-        self._size_cap = size_cap
+        self._methods = methods
         # Whether the queue may hold requests whose target comes from `max_latency`.
         self.has_set_targets = False
         # Requests that `choose` has removed from the queue; the scheduler settles them.
@@ -348,14 +347,17 @@ class DeadlineBatches:
     def choose(
         self, now: float, slot: WorkerSlot, queue: RankedQueue
     ) -> tuple[list[Request], bool]:
-        """Choose the next batch, which stays in the queue, and drop requests that would be late."""
+        """Choose the next batch and drop late requests; return whether targets changed the choice.
+
+        The batch stays in the queue. It is empty if it is to wait.
+        """
         # A batch that was sent cannot be dropped any more, however long the one before it takes.
         if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
             return [], False
         start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
         requests, is_smaller = self._choose(start, queue)
         is_other = is_smaller or bool(self.dropped)
-        full = cap_of(requests[0].group, self._size_cap).size
+        full = self._methods.of(requests[0].group).size_cap.size
         if is_other and slot.batches and len(requests) < full:
             # A second batch is full, or waits in the queue for what arrives.
             slot.is_second_late = True
@@ -366,20 +368,23 @@ class DeadlineBatches:
         """Return whether it cannot be predicted if the next batch meets its targets."""
         if self._times.is_known:
             return False
-        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
-        return any(target_of(request) < inf for request in requests)
+        return any(target_of(request) < inf for request in self._next(queue))
+
+    def _next(self, queue: RankedQueue) -> list[Request]:
+        """Return the next batch without regard to targets; it stays in the queue."""
+        return queue.choose(self._methods.of(queue.next_group).size_cap.size)
 
     def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
         """Choose a batch that begins at `start`; the flag says that targets made it smaller."""
-        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+        requests = self._next(queue)
         if not self._times.is_known:
             return requests, False
         while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
             if len(requests) == queue.size:
                 return self._choose_of_last(start, queue, requests)
             # Others can run in their place.
-            self._drop(queue, [one for one in requests if target_of(one) < finish])
-            requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+            self._drop(queue, [request for request in requests if target_of(request) < finish])
+            requests = self._next(queue)
         return requests, False
 
     def _choose_of_last(
@@ -387,12 +392,14 @@ class DeadlineBatches:
     ) -> tuple[list[Request], bool]:
         """Drop requests that would be late even alone, except the last one; shrink the batch."""
         hopeless = [
-            one for one in requests if target_of(one) < start + self._times.seconds_of([one])
+            request
+            for request in requests
+            if target_of(request) < start + self._times.seconds_of([request])
         ]
         if len(hopeless) == len(requests):
             hopeless.pop()
         self._drop(queue, hopeless)
-        requests = [one for one in requests if one not in hopeless]
+        requests = [request for request in requests if request not in hopeless]
         size = self._largest_in_time(start, requests)
         return requests[:size], size < len(requests)
 
@@ -416,7 +423,7 @@ class DeadlineBatches:
 
 
 # Read once: on Python 3.11 a member of an enumeration costs as much as a call.
-_FULL, _IDLE, _RETRY, _SENT = Release.FULL, Release.IDLE, Release.RETRY, Phase.SENT
+_FULL, _IDLE, _RETRY = Release.FULL, Release.IDLE, Release.RETRY
 _deadline = attrgetter("deadline")
 _has_explicit_deadline = attrgetter("has_explicit_deadline")
 
@@ -439,18 +446,17 @@ class Scheduler:
         self._timeout = or_infinite(limits.timeout)
         self._packer = packer
         ranks = (packer, limits.max_latency, limits.max_queue_bytes)
-        self._methods = methods
-        is_ranked = is_grouped or bool(methods) or ranks != (None, None, None)
+        methods = methods or [Method("infer", None, limits.max_batch_size)]
+        self._methods = Methods(methods)
+        is_ranked = is_grouped or len(methods) > 1 or ranks != (None, None, None)
         self.queue: Queue = RankedQueue(packer) if is_ranked else RequestQueue()
         self.workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
-        # The most requests that a batch may have now.
-        self._size_cap = SizeCap(limits.max_batch_size)
-        self._times = BatchTimes(self._size_cap, packer)
+        self._times = BatchTimes(self._methods, packer)
         # The seconds of batches by their size, as far as they were learned.
         self.service = self._times.by_size
         self._admission = Admission(limits, self._times, self.workers, self._retries, measure_size)
-        self._deadline_batches = DeadlineBatches(self._times, self._size_cap)
+        self._deadline_batches = DeadlineBatches(self._times, self._methods)
         self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_request_id = self._next_batch_id = 0
         # Lower bound of the next expiry of a waiting request, as in the worker table.
@@ -480,8 +486,7 @@ class Scheduler:
     @property
     def is_short_of_memory(self) -> bool:
         """Whether batches are smaller for now because the model ran out of memory."""
-        caps = [self._size_cap, *[method.size_cap for method in self._methods]]
-        return any(cap.is_watching for cap in caps)
+        return any(method.size_cap.is_watching for method in self._methods.all)
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one's bytes."""
@@ -490,7 +495,7 @@ class Scheduler:
         return request is None or self._admission.count_fitting(self.queue, [request]) == 1
 
     def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
-        """Take requests into the queue, in their order."""
+        """Enqueue the requests of one turn; return the rejected ones, which the shell settles."""
         if self._times.unpriced_warm_ups:
             self._times.price_warm_ups(requests)
         are_named = any(map(_has_explicit_deadline, requests))
@@ -515,20 +520,20 @@ class Scheduler:
         return rejected
 
     def cancel(self, request: Request) -> bool:
-        """Cancel a request whose caller has gone; the output of a running request is dropped."""
+        """Cancel a request whose caller has gone, False if it has ended; its output is dropped."""
         if not settle(request):
             return False
-        if request.phase is Phase.QUEUED:
+        if request.phase == QUEUED:
             self.queue.discard(request)
             if not self.queue.size:
                 self._policy.end_hold()
-        elif request.phase is not Phase.RETRYING:
+        elif request.phase != RETRYING:
             self.workers.caller_gone(request)
         return True
 
     def raise_priority(self, request: Request, priority: int) -> None:
         """Raise the priority of a request in the queue, where it keeps its age; ignore others."""
-        is_queued = request.phase is Phase.QUEUED and not request.is_settled
+        is_queued = request.phase == QUEUED and not request.is_settled
         if is_queued and request.priority < priority:
             self.rank_requests()
             assert isinstance(self.queue, RankedQueue), "made one"
@@ -545,8 +550,7 @@ class Scheduler:
             self._deadline_batches.has_set_targets = True
         self._admission.reconfigure(limits)
         self._policy = policy or self._policy
-        self._size_cap.limit(limits.max_batch_size)
-        for method in self._methods:
+        for method in self._methods.all:
             method.reconfigure(limits.max_batch_size)
 
     def rank_requests(self) -> None:
@@ -567,7 +571,7 @@ class Scheduler:
     def worker_ready(
         self, now: float, worker: int, times: Iterable[tuple[float, float]] = (), stages: int = 1
     ) -> None:
-        """Add a worker that has loaded its model."""
+        """Add a worker with its stages, and the sizes and seconds of its warm-up batches."""
         self.workers.add(worker, stages)
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self.queue))
@@ -580,7 +584,11 @@ class Scheduler:
         *,
         out_of_memory: bool = False,
     ) -> tuple[list[Request], list[Request]]:
-        """Remove a worker that has died or is being ended, and retry its requests if allowed."""
+        """Remove a dead worker and retry its requests; return the failed and the poisonous ones.
+
+        `taken` and `begun` are the ids of the batches that it last read, and last began to compute;
+        ids rise in the order of sending. The returned requests are settled.
+        """
         failed: list[Request] = []
         poisonous: list[Request] = []
         # The youngest batch first: each is put before the others, so the oldest ends up first.
@@ -589,7 +597,7 @@ class Scheduler:
             if begun is not None and batch.id <= begun:
                 progress = BatchProgress.BEGUN
                 if out_of_memory and len(batch.requests) > 1:
-                    shrink(batch, self._size_cap)
+                    self._methods.ran_out(batch)
             elif taken is not None and batch.id <= taken:
                 progress = BatchProgress.TAKEN
             given_up = self._retries.after_loss(batch, progress)
@@ -599,7 +607,11 @@ class Scheduler:
     def batch_done(
         self, now: float, worker: int, batch_id: int, has_raised: bool = False
     ) -> Batch | None:
-        """Take an answered batch from its worker, and learn from its time."""
+        """Take an answered batch from its worker, and learn from its time, unless `infer` raised.
+
+        The shell settles its requests, after `batch_raised` if `infer` raised. None if the worker
+        does not have such a batch, and so breaks the protocol.
+        """
         batch = self.workers.find(worker, batch_id)
         if batch is None:
             return None
@@ -624,14 +636,18 @@ class Scheduler:
             self._policy.batch_done(now, len(batch.requests), self._load())
         else:
             self._policy.batch_skipped()
-        cap_of(batch.requests[0].group, self._size_cap).went_well(len(batch.requests))
+        self._methods.of(batch.requests[0].group).size_cap.went_well(len(batch.requests))
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
     ) -> list[Request]:
-        """Divide and retry a batch for which `infer` raised, after `batch_done` has returned it."""
+        """Divide and retry a batch for which `infer` raised; return the requests that fail.
+
+        Called after `batch_done`. With `is_fatal` the worker cannot continue, and nothing is
+        retried. The shell settles the returned requests.
+        """
         if out_of_memory:
-            shrink(batch, self._size_cap)
+            self._methods.ran_out(batch)
         failed = self._retries.after_failure(now, batch, may_divide=not is_fatal)
         if not failed:
             self._next_expiry = min(self._next_expiry, batch.deadline)
@@ -658,16 +674,18 @@ class Scheduler:
 
     def open_requests(self) -> list[Request]:
         """Return every request, waiting or running, whose caller still waits."""
-        running = [one for batch in self.workers.all_batches() for one in batch.requests]
-        return [one for one in (*self.queue, *self._retries, *running) if not one.is_settled]
+        running = chain.from_iterable(batch.requests for batch in self.workers.all_batches())
+        requests = (*self.queue, *self._retries, *running)
+        return [request for request in requests if not request.is_settled]
 
     def poll(
         self, now: float, *, has_read: bool = True, answering: Collection[int] = ()
     ) -> tuple[list[Action], float | None]:
-        """Decide which actions are due now.
+        """Return the actions that are due now, and the moment of the next call, None for no limit.
 
-        If deciding raises, all waiting requests are given up with a `Fail`, because the next
-        decision would raise again. Running batches are not affected.
+        `has_read` is False if frames of workers may not have been applied yet; the workers in
+        `answering` are sending an answer. If deciding raises, all waiting requests are given up
+        with a `Fail`: the next decision would raise again. Running batches are not affected.
         """
         actions, self._learning_errors = self._learning_errors, []
         held_until = inf
@@ -687,18 +705,17 @@ class Scheduler:
     ) -> None:
         """Expire late requests: first waiting, then running ones."""
         reason = ExpiryReason.WAITING if self.workers.ready_count else ExpiryReason.NOT_READY
-        late = settle_open([one for one in self._retries if one.deadline <= now])
+        late = settle_open([request for request in self._retries if request.deadline <= now])
         late += self.queue.pop_expired(now)
         actions += [Expire(request, reason) for request in late]
         actions += self.workers.expire(now, has_read=has_read, answering=answering)
-        waiting = [self.queue.earliest_deadline(), *[one.deadline for one in self._retries]]
-        self._next_expiry = min(waiting)
+        self._next_expiry = min([self.queue.earliest_deadline(), *map(_deadline, self._retries)])
 
     def _dispatch(self, now: float, actions: list[Action]) -> float:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
         # Retries go first, to idle workers. The size cap may have fallen below the group's size.
         while self._retries.groups and (slot := self.workers.least_loaded(1)) is not None:
-            group = self._retries.take(self._size_cap)
+            group = self._retries.take(self._methods)
             if group is None:
                 break
             self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
@@ -706,7 +723,8 @@ class Scheduler:
             slot = self.workers.least_loaded()
             if slot is None:
                 break
-            is_full = self.queue.is_full(cap_of(self.queue.next_group, self._size_cap).size)
+            size = self._methods.of(self.queue.next_group).size_cap.size
+            is_full = self.queue.is_full(size)
             # A busy worker gets only full batches, and none while retries wait: these need an idle
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
@@ -714,7 +732,7 @@ class Scheduler:
             release = _FULL if is_full else self._decide(now)
             if release is not _IDLE and not isinstance(release, Release):
                 return release
-            requests, release = self._choose(now, slot, release, actions)
+            requests, release = self._choose(now, slot, size, release, actions)
             if not requests:
                 break
             self._send(now, slot, requests, release, actions)
@@ -726,7 +744,9 @@ class Scheduler:
         if self._admission.is_draining:
             return Release.DRAIN
         # A full batch of another group can follow.
-        if not self._policy.may_hold or self.queue.has_full_group(self._size_cap.size):
+        if not self._policy.may_hold or self.queue.has_full_group(
+            self._methods.first.size_cap.size
+        ):
             return _IDLE
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
@@ -735,22 +755,20 @@ class Scheduler:
         return Release.DEADLINE if until <= now else min(decision, until)
 
     def _load(self) -> Load:
-        method = method_of(self.queue.next_group)
-        service = self._times.by_size if method is None else method.service
-        size = cap_of(self.queue.next_group, self._size_cap).size
-        ready = len(self.workers.assignable)
-        return Load(self.queue.size, self.workers.running, ready, size, service)
+        method = self._methods.of(self.queue.next_group)
+        workers, size = self.workers, method.size_cap.size
+        return Load(self.queue.size, workers.running, len(workers.assignable), size, method.service)
 
     def _choose(
-        self, now: float, slot: WorkerSlot, release: Release, actions: list[Action]
+        self, now: float, slot: WorkerSlot, size: int, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
         """Choose the next batch, and expire requests that would be late; empty if it must wait."""
         if not isinstance(self.queue, RankedQueue):
-            return self.queue.choose(self._size_cap.size), release
+            return self.queue.choose(size), release
         requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
         if dropped := self._deadline_batches.dropped:
             rejection = self._admission.rejection_of_dropped(now, self.queue)
-            actions += [Expire(one, ExpiryReason.UNREACHABLE, rejection) for one in dropped]
+            actions += [Expire(late, ExpiryReason.UNREACHABLE, rejection) for late in dropped]
             settle_open(dropped)
             dropped.clear()
         return requests, Release.DEADLINE if is_other else release
@@ -775,7 +793,7 @@ class Scheduler:
             queue.batch_left(requests)
         batch.isolate_until, batch.left_waiting = isolate_until, queue.size
         for request in requests:
-            request.phase = _SENT
+            request.phase = SENT
             request.batch_id = batch_id
         self.workers.give(now, slot, batch)
         actions.append(Dispatch(batch))

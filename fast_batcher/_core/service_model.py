@@ -159,7 +159,7 @@ class ServiceModel:
 
     def points(self) -> list[tuple[float, float, float]]:
         """Return the mean size, the median and the 95 % quantile of each bucket, by size."""
-        return sorted((one.size, one.median, one.high) for one in self._buckets.values())
+        return sorted((known.size, known.median, known.high) for known in self._buckets.values())
 
     def _line(self, seconds_of: Callable[[_Bucket], float]) -> _Line:
         """Return a rising line through the buckets, which are added most recent first.

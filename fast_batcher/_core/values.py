@@ -156,21 +156,16 @@ class Group:
 
     def __init__(self, key: Any, method: Any = None) -> None:
         self.key: Final = key
-        # A `Method`, None if the model has only one.
+        # A `Method`, None for the model's first.
         self.method: Final = method
 
 
-class Phase(Enum):
-    """Phase of a request: see the table in this module's docstring."""
-
-    QUEUED = 0
-    SENT = 1
-    COPYING_OUT = 2
-    RETRYING = 3
-
-
-# Read once: on Python 3.11 a member of an enumeration costs as much as a call.
-_QUEUED = Phase.QUEUED
+# Phases of a request: see the table in this module's docstring. Integers, because on Python 3.11 a
+# member of an enumeration costs as much as a call.
+QUEUED: Final = 0
+SENT: Final = 1
+COPYING_OUT: Final = 2
+RETRYING: Final = 3
 
 
 class Request:
@@ -227,7 +222,7 @@ class Request:
         # The object that the shell settles with the outcome. The core never reads it.
         self.caller = caller
         # See the module's docstring.
-        self.phase = _QUEUED
+        self.phase: int = QUEUED
         self.is_settled = False
         # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
         self.has_explicit_deadline = deadline is not None

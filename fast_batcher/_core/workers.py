@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from fast_batcher._core.values import (
+    COPYING_OUT,
+    SENT,
     Action,
     Batch,
     Expire,
     ExpiryReason,
     Limits,
-    Phase,
     Replace,
     Request,
     Skip,
@@ -172,13 +173,13 @@ class WorkerTable:
     def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> list[Request]:
         """Remove requests that could not be sent from a batch; an empty batch is removed too."""
         withdrawn = {request.id for request in requests}
-        batch.requests = [one for one in batch.requests if one.id not in withdrawn]
+        batch.requests = [left for left in batch.requests if left.id not in withdrawn]
         settled = settle_open(requests)
         batch.open_count -= len(settled)
-        if batch.requests:
-            self.notice_deserted(batch)
-        else:
+        if not batch.requests:
             self.take_back(now, batch)
+        elif settled:
+            self.notice_deserted(batch)
         return settled
 
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
@@ -191,7 +192,7 @@ class WorkerTable:
 
     def caller_gone(self, request: Request) -> None:
         """Record that the caller of a sent request has gone."""
-        batches = self.batches if request.phase is Phase.SENT else self.copying_out
+        batches = self.batches if request.phase == SENT else self.copying_out
         batch = batches.get(request.batch_id)
         if batch is not None:  # else it has been answered, and is about to be settled
             batch.open_count -= 1
@@ -235,7 +236,7 @@ class WorkerTable:
         """
         self.copying_out[batch.id] = batch
         for request in batch.requests:
-            request.phase = Phase.COPYING_OUT
+            request.phase = COPYING_OUT
 
     def end_copy_out(self, batch: Batch) -> bool:
         """Record that a batch's output has been copied out."""
@@ -288,7 +289,7 @@ class WorkerTable:
 
 def _expire_batch(now: float, batch: Batch) -> list[Action]:
     """Expire the requests of a batch whose deadlines have passed."""
-    late = settle_open([one for one in batch.requests if one.deadline <= now])
+    late = settle_open([request for request in batch.requests if request.deadline <= now])
     batch.open_count -= len(late)
     waiting = [request.deadline for request in batch.requests if not request.is_settled]
     batch.deadline = min(waiting, default=inf)

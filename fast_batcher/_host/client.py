@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.supervision import Restarts
-from fast_batcher._core.values import Event, Failure, Group, Phase, Request, State, settle
+from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
 from fast_batcher._host.link import HostLink, find_key, make_hello, pack_changes
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
@@ -189,10 +189,6 @@ class HostInputs:
             )
 
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_SENT = Phase.SENT
-
-
 class CallSender:
     """Packs requests into frames, and keeps account of the room in the host's queue."""
 
@@ -246,7 +242,7 @@ class CallSender:
 
     def _send_frame(self, kind: Kind, requests: list[Request], inputs: Any) -> None:
         for request in requests:
-            request.phase = _SENT
+            request.phase = SENT
         self._sent += len(requests)
         self.room -= len(requests)
         ids = [request.id for request in requests]
@@ -346,7 +342,7 @@ class HostCalls:
         """Raise the priority of a request, in the host if it was sent."""
         if self._open.find(request.id) is request and request.priority < priority:
             request.priority = priority
-            if request.phase is _SENT:
+            if request.phase == SENT:
                 self._link.send(Kind.PRIORITY, dumps((request.id, priority)))
 
     def has_room(self, request: Request, ahead: int = 0) -> bool:
@@ -362,7 +358,7 @@ class HostCalls:
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone; must not await."""
         if settle(request):
-            if request.phase is _SENT:
+            if request.phase == SENT:
                 self._abandoned.append(request.id)
                 self.run_soon()
             else:
@@ -460,7 +456,7 @@ class HostCalls:
 
     def _fail(self, request: Request, error: BatcherError, reason: str) -> None:
         """Give a caller an error; the request is settled. The host counts its own."""
-        if request.phase is _SENT:
+        if request.phase == SENT:
             set_exception(request, error)
         else:
             self._ledger.counters.submitted += 1
@@ -503,7 +499,7 @@ class HostCalls:
             timeout = self._settings.timeout if request.timeout is None else request.timeout
             limit = f"its timeout of {timeout} seconds"
             self._arrivals.pop(request.id, None)
-            if request.phase is _SENT:
+            if request.phase == SENT:
                 text = f"the host process had not answered within {limit}"
                 set_exception(request, DeadlineExceededError(text))
                 self._abandoned.append(request.id)

@@ -47,8 +47,8 @@ from fast_batcher._local.function import DecoratorSettings, Function, UserFuncti
 from fast_batcher._process import at_fork
 from fast_batcher._session.offload import offload
 from fast_batcher._session.output_cache import OutputCache
-from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import BatcherClosedError
+from fast_batcher.settings import suggest_parameter
 from fast_batcher.types import BatchProcessorStats, PriorityStrategy
 
 
@@ -64,11 +64,7 @@ class LoopSubmitter:
     pending: list[list[Request]] = field(default_factory=list)
 
     def process(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
-        """Await the outputs of one or more items; the first error ends the wait for all.
-
-        Cancellation: safe at any time. Waiting items are removed from the queue; a running batch is
-        finished, and its outputs for this caller are dropped.
-        """
+        """Await the outputs of one or more items; the first error ends the wait for all."""
         future: asyncio.Future[list[Any]] = self.loop.create_future()
         return self._wait(future, make_requests(items, future, self.settings))
 
@@ -159,13 +155,7 @@ class LocalBatcher:
             del future, requests
 
     def aprocess(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
-        """Await the outputs of the items; errors are those of `process`.
-
-        Call it on the event loop that awaits the coroutine.
-
-        Cancellation: safe at any time. Waiting items are removed from the queue; a running batch is
-        finished, and its outputs for this caller are dropped.
-        """
+        """Await the outputs of the items, on the event loop that runs in this thread."""
         submitter = self._submitter_here()
         if running_batch.get() is None:
             return submitter.process(items)
@@ -264,10 +254,10 @@ class LocalBatcher:
         if not self._runs_on_loop:
             self._reject_at_exit()
         with self._lock:
-            closed = [one for one in self._submitters if one.is_closed()]
-            for one in closed:
-                del self._submitters[one]
-            ended = [self._engines.pop(one) for one in closed if one in self._engines]
+            closed = [known for known in self._submitters if known.is_closed()]
+            for submitting in closed:
+                del self._submitters[submitting]
+            ended = [self._engines.pop(known) for known in closed if known in self._engines]
             engine = self._engine_on(loop if self._runs_on_loop else None)
             submitter = LoopSubmitter(engine, loop, self._settings)
             self._submitters[loop] = submitter
@@ -342,7 +332,9 @@ class FeatureFormat:
         features = args[0] if args else kwargs
         # A tokenizer returns a mapping that is no dict.
         if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance(features, Mapping):
-            given = ", ".join([type(one).__name__ for one in args] + [f"{one}=" for one in kwargs])
+            given = ", ".join(
+                [*[type(value).__name__ for value in args], *[f"{name}=" for name in kwargs]]
+            )
             raise TypeError(
                 "a batched inference function is called with one dict of features, or with the "
                 "features as keyword arguments, each an array or tensor with one row per input; "

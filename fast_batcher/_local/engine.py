@@ -35,12 +35,11 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Protocol
 
-from fast_batcher._core.late_errors import LateErrors
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Dispatch, Fail, Failure, Limits, Request, settle_open
-from fast_batcher._late_error_log import log_late_error
+from fast_batcher._late_errors import LateErrors, log_late_error
 from fast_batcher._local.function import (
     DecoratorSettings,
     Function,
@@ -187,7 +186,7 @@ running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", def
 
 
 class _Waits:
-    """Wait-for graph of the engines, with the number of waits on each edge."""
+    """Wait-for graph of the engines."""
 
     def __init__(self) -> None:
         self.forget()
@@ -195,16 +194,15 @@ class _Waits:
     def forget(self) -> None:
         """Reset, also in a forked child: it has one thread, and another may have held the lock."""
         self.lock = threading.Lock()
-        self.targets: dict[Hashable, Counter[Hashable]] = {}
+        # The number of waits by waiting engine and target.
+        self.counts: Counter[tuple[Hashable, Hashable]] = Counter()
 
-    def has_path(self, start: Hashable, engine: Hashable) -> bool:
-        """Return whether `start` is the engine, or waits for it, directly or through others."""
-        reached: set[Hashable] = set()
-        following = {start}
-        while following:
-            reached |= following
-            following = set().union(*(self.targets.get(one, ()) for one in following)) - reached
-        return engine in reached
+    def has_path(self, start: Hashable, end: Hashable) -> bool:
+        """Return whether engine `start` is `end`, or waits for it, directly or through others."""
+        reached = {start}
+        while new := {to for waiter, to in self.counts if waiter in reached} - reached:
+            reached |= new
+        return end in reached
 
 
 _waits = _Waits()
@@ -235,17 +233,14 @@ class EngineWait:
             if _waits.has_path(self.target, batch.engine):
                 return False
             self.waiter = batch.engine
-            _waits.targets.setdefault(self.waiter, Counter())[self.target] += 1
+            _waits.counts[self.waiter, self.target] += 1
         return True
 
     def __exit__(self, *_: object) -> None:
         if self.waiter is None:
             return
         with _waits.lock:
-            # The default is for a forked child, which has no waits of its parent.
-            left = _waits.targets.pop(self.waiter, Counter()) - Counter([self.target])
-            if left:
-                _waits.targets[self.waiter] = left
+            _waits.counts -= Counter([(self.waiter, self.target)])  # keeps what is above 0
 
 
 async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
@@ -347,7 +342,7 @@ class Engine:
         self._scheduler.worker_ready(monotonic(), _WORKER)
         self._counts = counts
         self._lock = lock
-        # Whether the engine accepts no more requests, and whether its worker was told to end.
+        # Whether the engine accepts no more requests, and whether it has ended its worker.
         self._is_closing = False
         self._has_ended = False
         # Resolved when the engine is closed, everything is settled and the worker has ended.
@@ -387,7 +382,7 @@ class Engine:
         if batch is not None:
             self.worker.compute(batch)
         deliver(first, errors)
-        self._tell_ended(rejected, "rejected", reason)
+        self._report_ended(rejected, "rejected", reason)
 
     def keep_context(self, requests: list[Request]) -> None:
         """Keep the context of the caller of requests that are about to be submitted."""
@@ -413,26 +408,28 @@ class Engine:
         """Cancel requests whose caller has gone; the output of a running request is dropped."""
         with self._lock:
             gone = [request for request in requests if self._scheduler.cancel(request)]
-        self._tell_ended(gone, "cancelled", "waiting or running")
+        self._report_ended(gone, "cancelled", "waiting or running")
 
     def around(self, batch: Batch) -> AbstractContextManager[None]:
         """Tell observers that a batch begins; return the context manager for its computation."""
         return self._contexts.join(self.observers.follow(batch, lambda context: context))
 
-    def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
-        """Settle a batch for which the function has returned; return the next batch, if any."""
-        try:
-            return self._finish(batch, result, seconds)
-        except BaseException as error:  # noqa: BLE001  the worker must go on
-            return self._recover(batch, error)
+    def settle(
+        self,
+        batch: Batch,
+        seconds: float,
+        *,
+        result: Any = None,
+        raised: BaseException | None = None,
+    ) -> Batch | None:
+        """Settle a batch for which the function has returned or raised; return the next batch.
 
-    def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
-        """Settle a batch for which the function has raised, or divide it; return the next batch.
-
-        With `isolate_errors` the next batch may be half of this one.
+        If it has raised, the next batch may be half of this batch.
         """
         try:
-            return self._fail(batch, raised, seconds)
+            if raised is not None:
+                return self._fail(batch, raised, seconds)
+            return self._finish(batch, result, seconds)
         except BaseException as error:  # noqa: BLE001  the worker must go on
             return self._recover(batch, error)
 
@@ -450,7 +447,7 @@ class Engine:
         if len(open_ids) != len(outcomes):
             self._note_late_error(batch, outcomes, open_ids)
         self._deliver(batch.requests, outcomes)
-        self._tell_answered(batch, batch.requests, outcomes, open_ids, seconds)
+        self._report_answered(batch, batch.requests, outcomes, open_ids, seconds)
         return following
 
     def _fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
@@ -470,7 +467,7 @@ class Engine:
             self._note_late_error(batch, [unheard] * len(batch.requests), open_ids)
         outcomes = [Failure(as_error(raised)) for _ in failed]
         self._deliver(failed, outcomes)
-        self._tell_answered(batch, failed, outcomes, open_ids, seconds)
+        self._report_answered(batch, failed, outcomes, open_ids, seconds)
         return following
 
     def _note_late_error(
@@ -478,8 +475,10 @@ class Engine:
     ) -> None:
         """Count and log a failure of a batch, unless a caller gets one or has got one before."""
         pairs = zip(batch.requests, outcomes, strict=True)
-        failed = [(request, one) for request, one in pairs if type(one) is Failure]
-        if not failed or any(one.id in open_ids or has_failed(one) for one, _ in failed):
+        failed = [pair for pair in pairs if type(pair[1]) is Failure]
+        if not failed or any(
+            request.id in open_ids or has_failed(request) for request, _ in failed
+        ):
             return
         with self._lock:
             is_logged, omitted = self._counts.late_errors.add(monotonic())
@@ -545,9 +544,9 @@ class Engine:
     def _fail_as_closed(self, requests: list[Request], why: str) -> None:
         text = f"{self.function.name}: {why}"
         self._deliver(requests, [Failure(BatcherClosedError(text)) for _ in requests])
-        self._tell_ended(requests, "failed", "closed")
+        self._report_ended(requests, "failed", "closed")
 
-    def _tell_ended(self, requests: Sequence[Request], outcome: Outcome, reason: str) -> None:
+    def _report_ended(self, requests: Sequence[Request], outcome: Outcome, reason: str) -> None:
         """Tell observers of requests that have ended without an answer."""
         if not self.observers.active:
             return
@@ -557,7 +556,7 @@ class Engine:
             event = RequestEnded(self.function.name, outcome, reason, wait, request.context)
             self.observers.tell(event)
 
-    def _tell_answered(
+    def _report_answered(
         self,
         batch: Batch,
         requests: Sequence[Request],
@@ -677,7 +676,7 @@ def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batc
     """
     started = monotonic()
     try:
-        # In this frame, which `fail` removes from the traceback.
+        # In this frame, which `settle` removes from the traceback.
         with engine.around(batch):
             result = engine.function.call([request.value for request in batch.requests])
             if inspect.isawaitable(result):
@@ -686,11 +685,11 @@ def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batc
                 if raised is not None:
                     raise raised  # noqa: TRY301  for the frames that the error refers to
     except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
-        following = engine.fail(batch, error, monotonic() - started)
+        following = engine.settle(batch, monotonic() - started, raised=error)
         # The error refers to the function's frame, and so to this one: drop the batch from it.
         del batch
         return following
-    return engine.finish(batch, result, monotonic() - started)
+    return engine.settle(batch, monotonic() - started, result=result)
 
 
 async def _catch(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
@@ -732,25 +731,26 @@ class TaskWorker:
         """Return at once: nothing is left after `ended`."""
 
     async def _compute_batches(self) -> None:
+        call = self._engine.function.call
         while (batch := self._next) is not None:
             self._next = None
             running = RunningBatch(self._engine)
             running_batch.set(running)
             started = monotonic()
             try:
-                # In this frame, which `fail` removes from the traceback.
+                # In this frame, which `settle` removes from the traceback.
                 with self._engine.around(batch):
-                    result = self._engine.function.call([one.value for one in batch.requests])
+                    result = call([request.value for request in batch.requests])
                     if inspect.isawaitable(result):
                         result = await result
             except BaseException as error:
                 running.has_ended = True
-                self._next = self._engine.fail(batch, error, monotonic() - started)
+                self._next = self._engine.settle(batch, monotonic() - started, raised=error)
                 if self._is_for_the_loop(error):
                     raise
             else:
                 running.has_ended = True
-                self._next = self._engine.finish(batch, result, monotonic() - started)
+                self._next = self._engine.settle(batch, monotonic() - started, result=result)
             if self._next is not None:
                 # A function that never waits must not block the loop for the whole queue.
                 await asyncio.sleep(0)

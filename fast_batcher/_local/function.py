@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any, TypedDict, get_args
+from typing import Annotated, Any, TypedDict, get_args
 
 from fast_batcher._arrays.collation import Outputs, Side
 from fast_batcher._core.values import Failure
@@ -28,7 +28,18 @@ from fast_batcher.errors import (
     read,
 )
 from fast_batcher.observing import Observer
-from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS, check_cache, check_observers
+from fast_batcher.settings import (
+    BATCH_SIZE,
+    CACHE,
+    COUNT,
+    OBSERVERS,
+    SWITCH,
+    Range,
+    check_fields,
+    choice,
+    duration,
+    whole,
+)
 from fast_batcher.types import Cache, PriorityStrategy
 
 
@@ -67,60 +78,44 @@ class AioInferenceOptions(AioOptions, FeatureOptions, total=False):
     """Keyword arguments of `fast_batcher.aio.inference.dynamically`, which documents them."""
 
 
+def _check_strategy(name: str, value: object) -> None:
+    if not isinstance(value, PriorityStrategy):
+        names = ", ".join(f"PriorityStrategy.{strategy.name}" for strategy in PriorityStrategy)
+        raise ConfigurationError(f"{name}={value!r:.100}: choose one of {names}")
+
+
+def _check_tokens(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: give a dict with names of features as keys"
+        )
+
+
+_STRATEGY = Range("PriorityStrategy", _check_strategy)
+_TOKENS = Range("dict of numbers by feature", _check_tokens)
+
+
 @dataclass(frozen=True)
 class DecoratorSettings:
     """The options of one decorated function."""
 
-    batch_size: int = 32
-    timeout_ms: float = 5.0
-    small_batch_threshold: int = 8
-    max_batch_length: int | None = None
-    max_queue_size: int | None = None
-    isolate_errors: bool = True
-    observers: Sequence[Observer] = ()
-    priority_strategy: PriorityStrategy = PriorityStrategy.NONE
-    cache: Cache | None = None
-    pad_tokens: Mapping[str, float] | None = None
-    pad_token: Mapping[str, float] | None = None
-    padding_side: Side = "right"
-    spread_kwargs: bool = False
-    outputs: Outputs = "several"
+    batch_size: Annotated[int, BATCH_SIZE] = 32
+    timeout_ms: Annotated[float, duration(zero_allowed=True, unit="milliseconds")] = 5.0
+    small_batch_threshold: Annotated[int, whole(0)] = 8
+    max_batch_length: Annotated[int | None, COUNT] = None
+    max_queue_size: Annotated[int | None, COUNT] = None
+    isolate_errors: Annotated[bool, SWITCH] = True
+    observers: Annotated[Sequence[Observer], OBSERVERS] = ()
+    priority_strategy: Annotated[PriorityStrategy, _STRATEGY] = PriorityStrategy.NONE
+    cache: Annotated[Cache | None, CACHE] = None
+    pad_tokens: Annotated[Mapping[str, float] | None, _TOKENS] = None
+    pad_token: Annotated[Mapping[str, float] | None, _TOKENS] = None
+    padding_side: Annotated[Side, choice(get_args(Side))] = "right"
+    spread_kwargs: Annotated[bool, SWITCH] = False
+    outputs: Annotated[Outputs, choice(get_args(Outputs))] = "several"
 
     def __post_init__(self) -> None:
-        _check_whole_number("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
-        _check_whole_number("small_batch_threshold", self.small_batch_threshold, 0, inf)
-        for name in ("max_batch_length", "max_queue_size"):
-            if getattr(self, name) is not None:
-                _check_whole_number(name, getattr(self, name), 1, inf)
-        milliseconds: object = self.timeout_ms
-        is_number = isinstance(milliseconds, int | float) and not isinstance(milliseconds, bool)
-        if not is_number or not 0 <= self.timeout_ms <= 1000 * MAX_SECONDS:  # false for NaN too
-            raise ConfigurationError(
-                f"timeout_ms={milliseconds!r:.100}: give milliseconds, 0 or more and at most a year"
-            )
-        if not isinstance(self.priority_strategy, PriorityStrategy):
-            raise ConfigurationError(
-                f"priority_strategy={self.priority_strategy!r:.100}: choose one of "
-                f"{', '.join(f'PriorityStrategy.{one.name}' for one in PriorityStrategy)}"
-            )
-        if not isinstance(self.isolate_errors, bool):
-            raise ConfigurationError(f"isolate_errors={self.isolate_errors!r}: give True or False")
-        check_observers("observers", self.observers)
-        if self.cache is not None:
-            check_cache("cache", self.cache)
-        self._check_padding()
-
-    def _check_padding(self) -> None:
-        if self.padding_side not in get_args(Side):
-            raise ConfigurationError(
-                f"padding_side={self.padding_side!r:.100}: give 'left' or 'right'"
-            )
-        for name in ("pad_tokens", "pad_token"):
-            tokens = getattr(self, name)
-            if tokens is not None and not isinstance(tokens, Mapping):
-                raise ConfigurationError(
-                    f"{name}={tokens!r:.100}: give a dict with names of features as keys"
-                )
+        check_fields(self)
         if self.pad_tokens is not None and self.pad_token is not None:
             raise ConfigurationError(
                 f"pad_token={self.pad_token!r:.100}: it is another name for pad_tokens; give one "
@@ -151,13 +146,6 @@ def length_of(item: object) -> int:
         return len(item)  # type: ignore[arg-type]  # without a length it raises
     except TypeError:
         return 1
-
-
-def _check_whole_number(name: str, value: object, least: int, most: float) -> None:
-    # bool is a subclass of int, but True is no number of items.
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        limits = f"{least} or more" if most == inf else f"{least} to {most}"
-        raise ConfigurationError(f"{name}={value!r:.100}: give a whole number, {limits}")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from fast_batcher._arrays.joining import is_much
 from fast_batcher._core.host import OpenCalls
-from fast_batcher._core.prediction import Method, method_of
+from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import LoopBinding
@@ -278,8 +278,7 @@ class CachedCalls:
     def _make_key(self, request: Request) -> Any:
         """Return the key of an output: of the input, the method and the weights."""
         key = self._key_of(request.value)
-        method = method_of(request.group)
-        named = [] if method is None else [method.name]
+        named = [] if request.group is None else [request.group.method.name]
         if self._weights:
             named.append(self._weights)
         if not named:

@@ -24,10 +24,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.explanation import BatchSample
-from fast_batcher._core.late_errors import LateErrors
-from fast_batcher._core.prediction import Method, method_of
+from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Batch, Expire, ExpiryReason, Failure, Group, Request, settle
-from fast_batcher._late_error_log import log_late_error
+from fast_batcher._late_errors import LateErrors, log_late_error
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._transport.pickling import one_line, to_cause
@@ -58,21 +57,21 @@ class CostEvaluator:
         self._group_by = settings.group_by
         self._max_request_cost = settings.max_request_cost
         self._name = name
-        # Whether the user has given any function.
-        self.is_needed = self._cost is not None or self._group_by is not None or bool(methods)
-        self._methods = methods
-        named = {method.name: method for method in methods}
-        # The method of calls that name none.
-        self._infer = named.get("infer")
+        # The method of calls that name none, if the model has it; and the names of the others.
+        self._infer = next((method for method in methods if method.name == "infer"), None)
+        self._others = [method.name for method in methods if method is not self._infer]
+        # Whether a function of the user, or the choice of a method, changes any request.
+        has_function = self._cost is not None or self._group_by is not None
+        self.is_needed = has_function or bool(self._others)
         # Groups by key, each as long as a request refers to it.
         self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
         self._has_warned = False
 
     def find_fault(self, request: Request) -> BatcherError | None:
         """Set the request's cost and group; return an error if the request must be rejected."""
-        if self._methods and request.group is None:
+        if self._others and request.group is None:
             if self._infer is None:
-                names = ", ".join(f"methods.{one.name}" for one in self._methods)
+                names = ", ".join(f"methods.{name}" for name in self._others)
                 return ConfigurationError(
                     f"{self._name}: the model has no infer; call process_batched of {names}"
                 )
@@ -83,7 +82,7 @@ class CostEvaluator:
                 request.cost = self._checked_cost(_call("cost", self._cost, request.value))
             if self._group_by is not None:
                 key = _call("group_by", self._group_by, request.value)
-                request.group = self._group_of(key, method_of(request.group))
+                request.group = self._group_of(key, request.group)
         except BatcherError as error:
             return error
         except BaseException as error:  # noqa: BLE001  even the repr of a result may raise
@@ -122,7 +121,8 @@ class CostEvaluator:
             )
         return number
 
-    def _group_of(self, key: Any, method: Method | None) -> Group:
+    def _group_of(self, key: Any, own: Group | None) -> Group:
+        method = None if own is None else own.method
         # The key's own methods run here, and when the group is removed.
         try:
             is_itself = bool(key == key)  # NaN is not

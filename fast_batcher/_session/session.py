@@ -36,6 +36,8 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
+    QUEUED,
+    RETRYING,
     Batch,
     Dispatch,
     Event,
@@ -43,7 +45,6 @@ from fast_batcher._core.values import (
     Fail,
     Failure,
     Limits,
-    Phase,
     Replace,
     Request,
     Skip,
@@ -237,7 +238,7 @@ class Pump:
     def _cancel(self, request: Request) -> None:
         """Cancel a request in the scheduler, and count it."""
         if self._scheduler.cancel(request):
-            waits = request.phase in (Phase.QUEUED, Phase.RETRYING)
+            waits = request.phase in (QUEUED, RETRYING)
             self._ledger.cancel(request, "waiting" if waits else "running")
 
     def reject(self, requests: list[Request], error: Exception) -> None:

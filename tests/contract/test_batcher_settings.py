@@ -7,14 +7,12 @@ import dataclasses
 import inspect
 import multiprocessing
 import os
-import re
 import sys
 from math import inf, nan
 from typing import Any, get_type_hints
 
 import pytest
 from models.base import Echo
-from paths import ROOT
 
 from fast_batcher import ConfigurationError, DynBatcher
 from fast_batcher.caching import LRUCache
@@ -255,29 +253,6 @@ def test_the_constructor_and_the_options_have_types_and_defaults_of_the_settings
     for name, parameter in explicit().items():
         assert name in functions or parameter.annotation == types[name], name
         assert parameter.default == defaults()[name], name
-
-
-def test_the_options_are_explained_with_their_defaults() -> None:
-    explanation = inspect.cleandoc(BatcherOptions.__doc__ or "")
-    entries = re.findall(
-        r"^    (\w+): (.*?)(?=^    \w+: |\Z)", explanation, re.DOTALL | re.MULTILINE
-    )
-    assert [name for name, _ in entries] == list(BatcherOptions.__annotations__)
-    for name, text in entries:
-        found = re.search(
-            r"Default (None|True|False|\(\)|[\d.]*\d)( MiB)?(?!\w)", " ".join(text.split())
-        )
-        assert found is not None, name
-        value = {"None": None, "True": True, "False": False, "()": ()}.get(found[1], found[1])
-        number = float(value) if isinstance(value, str) else value
-        assert number == (defaults()[name] / MEBI if found[2] else defaults()[name]), name
-
-
-def test_the_documents_name_every_setting() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "\n".join(page.read_text() for page in pages)
-    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
-    assert [name for name in defaults() if f"`{name}`" not in rows] == []
 
 
 @pytest.mark.parametrize(

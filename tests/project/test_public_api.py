@@ -27,7 +27,14 @@ from fast_batcher import (
 )
 from fast_batcher._local.function import DecoratorSettings
 from fast_batcher.errors import BatcherError
-from fast_batcher.settings import BatcherOptions, Settings
+from fast_batcher.settings import (
+    OPTIONS,
+    BatcherOptions,
+    Option,
+    Reconfiguration,
+    Settings,
+    show_bytes,
+)
 
 NAMES = [
     *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
@@ -176,6 +183,38 @@ def test_the_options() -> None:
         "cache": None,
         "key": None,
     }
+
+
+def default_in_documents(option: Option) -> str:
+    default = option.default
+    if isinstance(default, str) or default == ():
+        return f"`{default!r}`".replace("'", '"')
+    return show_bytes(default) if option.range.unit == "bytes" and default else str(default)
+
+
+def test_the_table_of_settings_is_the_list_of_options() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    own = {"`model`", "`model_args`", "`model_kwargs`"}
+    found = {name.strip("`"): rest for name, *rest in rows if name not in own}
+    assert sorted(found) == sorted(OPTIONS)
+    for name, (default, values, meaning) in found.items():
+        option = OPTIONS[name]
+        assert (default, values) == (default_in_documents(option), str(option)), name
+        assert meaning.startswith(option.doc), name
+
+
+def test_each_option_says_what_a_file_or_a_command_line_needs() -> None:
+    assert list(OPTIONS) == list(Settings.__annotations__)
+    assert {name for name, option in OPTIONS.items() if option.is_live} == {
+        *Reconfiguration.__annotations__
+    }
+    objects = {"cost", "group_by", "observers", "cache", "key"}
+    assert {name for name, option in OPTIONS.items() if not option.types} == objects
+    devices = OPTIONS["devices"]
+    assert (devices.types, devices.is_optional, devices.default) == ((str, list), True, None)
+    assert OPTIONS["timeout"].types == (float,)
+    assert str(OPTIONS["timeout"]) == "seconds, more than 0, or None"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from schedulers import make, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
-from fast_batcher._core.prediction import SAFETY_FACTOR, Backlog, BatchTimes, SizeCap
+from fast_batcher._core.prediction import SAFETY_FACTOR, Backlog, BatchTimes, Method, Methods
 from fast_batcher._core.queue import BatchPacker, WorkAhead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
@@ -38,7 +38,7 @@ def learned(
     seconds: float = 0.0, *sizes: int, most: int = 4, packer: BatchPacker | None = None
 ) -> BatchTimes:
     """What is known after batches of these sizes; they took `linear`, or so many seconds."""
-    times = BatchTimes(SizeCap(most), packer)
+    times = BatchTimes(Methods([Method("infer", None, most)]), packer)
     for size in sizes or (1, 2, 4):
         for _ in range(LESSONS):
             times.by_charge.observe(size, seconds or linear(size))
@@ -46,7 +46,7 @@ def learned(
 
 
 def knows_nothing(most: int = 4) -> BatchTimes:
-    return BatchTimes(SizeCap(most), None)
+    return BatchTimes(Methods([Method("infer", None, most)]), None)
 
 
 def arrive(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedulers import make, poll_batches, settle
 
-from fast_batcher._core.prediction import BatchTimes, SizeCap
+from fast_batcher._core.prediction import BatchTimes, Method, Methods
 from fast_batcher._core.queue import AGED_BATCHES, WINDOW_BATCHES, BatchPacker, RankedQueue
 from fast_batcher._core.scheduler import DeadlineBatches, Scheduler
-from fast_batcher._core.values import Group, Phase, Release, Request
+from fast_batcher._core.values import SENT, Group, Release, Request
 from fast_batcher._core.workers import WorkerSlot
 
 GROUPS = [Group("a"), Group("b"), Group("c")]
@@ -43,7 +43,7 @@ class Arrivals:
         requests = self.queue.choose(most)
         self.queue.batch_left(requests)
         for request in requests:
-            request.phase = Phase.SENT
+            request.phase = SENT
         return requests
 
     def cancel(self, request: Request) -> None:
@@ -226,10 +226,10 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
             arrivals.add(0, 0).target = 0.0
             for _ in range(others):
                 arrivals.add(0, 1)
-        cap = SizeCap(2)
-        times = BatchTimes(cap, None)
+        methods = Methods([Method("infer", None, 2)])
+        times = BatchTimes(methods, None)
         times.by_size.observe(1, 1.0)
-        batches = DeadlineBatches(times, cap)
+        batches = DeadlineBatches(times, methods)
         calls = 0
 
         def count_call(_frame: FrameType, event: str, _: object) -> None:

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from fast_batcher._core.queue import MIN_DEAD_ENTRIES, Queue, RankedQueue, RequestQueue
-from fast_batcher._core.values import Phase, Request
+from fast_batcher._core.values import SENT, Request
 
 # Seconds that the scheduler would give to requests that name none.
 DEFAULT_TIMEOUT = 2.0
@@ -44,7 +44,7 @@ class Arrivals:
         requests = self.queue.choose(count)
         self.queue.batch_left(requests)
         for request in requests:
-            request.phase = Phase.SENT
+            request.phase = SENT
         return requests
 
 
@@ -89,7 +89,7 @@ def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> No
 
 def entries(queue: Queue) -> int:
     """Places that the queue takes in memory, dead ones included."""
-    return len(queue._entries if isinstance(queue, RequestQueue) else queue._deadlines)
+    return len(queue._entries if isinstance(queue, RequestQueue) else queue._deadlines._heap)
 
 
 @pytest.mark.parametrize("deadline", [50.0, inf])
