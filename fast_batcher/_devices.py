@@ -61,7 +61,7 @@ def name_devices(devices: str | Sequence[str], environ: Mapping[str, str]) -> li
 def place_workers(
     devices: Sequence[str] | None, num_workers: int, environ: Mapping[str, str]
 ) -> list[Placement]:
-    """Assign the devices to the workers in turn, so that the first workers are on different ones."""
+    """Assign the devices to the workers in turn, so that the first workers do not share one."""
     if devices is None:
         return [Placement()] * num_workers
     names = [devices[index % len(devices)] for index in range(num_workers)]

@@ -9,7 +9,7 @@ import functools
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ from fast_batcher._host.protocol import (
 )
 from fast_batcher._parent.sending import BatchSender, SenderEvents
 from fast_batcher._parent.staging import CopyState, MemoryService, StagedInput
-from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._session.outcomes import CostEvaluator
 from fast_batcher._session.session import OutcomeReader, ValueAccess
 from fast_batcher._shared_memory.inputs import Slab
@@ -111,16 +111,16 @@ class HostSender(BatchSender):
         for request in batch.requests:
             if request.staged is not None:
                 request.staged.release()
-        link = self._links[batch.worker]
+        worker = self._workers[batch.worker]
         waiting = {id(one) for one in absent}
-        send = functools.partial(self._fill, batch, link, link.reserve())
+        send = functools.partial(self._fill, batch, worker, worker.reserve())
         for value in absent:
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
 
-    def _fill(self, batch: Batch, link: WorkerLink, reservation: Reservation) -> None:
+    def _fill(self, batch: Batch, worker: WorkerProcess, reservation: Reservation) -> None:
         frames: list[tuple[Kind, int, bytes]] = []
         self._send_late(batch, lambda *frame: frames.append(frame))
-        link.fill(reservation, frames)
+        worker.fill(reservation, frames)
 
 
 def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> None:
@@ -155,10 +155,15 @@ class HostAccess(ValueAccess):
         return MemoryService(loop, MAX_RANGES * self._range_size, name)
 
     def make_sender(
-        self, settings: Settings, memory: MemoryService, events: SenderEvents, name: str
+        self,
+        settings: Settings,
+        memory: MemoryService,
+        workers: Mapping[int, WorkerProcess],
+        events: SenderEvents,
+        name: str,
     ) -> BatchSender:
         """Make a sender of pickles."""
-        return HostSender(settings, memory, events, name, OpaquePickler())
+        return HostSender(settings, memory, workers, events, name, OpaquePickler())
 
     def make_evaluator(
         self, settings: Settings, name: str, methods: Sequence[Method]

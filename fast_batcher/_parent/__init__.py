@@ -3,7 +3,7 @@
     API process                                                   worker process
     event loop's thread                                           main thread
       pool -> worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.loop
-    starter thread (pool)                                         watcher thread
+    spawner thread (pool)                                         watcher thread
       starts the processes                                          ends it when the parent is dead
     copier thread (staging)
       copies large inputs and outputs into and out of shared memory

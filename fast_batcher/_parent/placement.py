@@ -1,6 +1,6 @@
 """Environment variables of a worker: its GPU, and the threads of its numeric libraries.
 
-Runs on the starter thread of the parent, and does not change the parent's environment. The child
+Runs on the spawner thread of the parent, and does not change the parent's environment. The child
 could not set the variables in time: a numeric library reads them when it is imported, and the
 user's main module may import one.
 """

@@ -9,7 +9,7 @@ answers, which `Answers` does.
 import functools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fast_batcher._core.values import Batch, Request, most_batches
@@ -20,7 +20,7 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
-from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
 from fast_batcher._transport import pickling
@@ -58,30 +58,16 @@ class SharedInputSender:
         self,
         memory: MemoryService,
         settings: Settings,
+        workers: Mapping[int, WorkerProcess],
         send_in_band: Callable[[Batch, Send], None],
         name: str,
     ) -> None:
         self._memory = memory
+        self._workers = workers
         self._send_in_band = send_in_band
         self._name = name
         self._has_warned = False
-        # By ready worker and batch id: the slabs of batches that the worker may still view.
-        self._leases: dict[int, dict[int, list[Slab]]] = {}
-        # Batches that a worker may have; all workers have the same model.
-        self._most_batches = most_batches(stages=1)
         self.arena = InputArena(memory, settings, self._warn)
-
-    def add_worker(self, link: WorkerLink) -> None:
-        """Add a worker that is ready."""
-        self._leases[link.id] = {}
-        self._most_batches = most_batches(link.stages)
-
-    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """Remove a dead worker, and end its leases."""
-        for batch_id, leased in self._leases.pop(worker_id, {}).items():
-            if inherited is not None and batch_id <= inherited:
-                for slab in leased:
-                    slab.leak()
 
     def is_available(self) -> bool:
         """Return whether there is shared memory; warn once if it could not be made."""
@@ -90,7 +76,7 @@ class SharedInputSender:
             self._warn(slabs)
         return isinstance(slabs, Slabs)
 
-    def send_staged(self, batch: Batch, link: WorkerLink) -> bool:
+    def send_staged(self, batch: Batch, worker: WorkerProcess) -> bool:
         """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
         inputs: list[StagedInput] = []
         leased: dict[Slab, None] = {}
@@ -104,20 +90,20 @@ class SharedInputSender:
         frame = (_ROWS, batch.id, dumps(_name_runs(inputs)))
         pending = [one for one in inputs if one.state is not CopyState.COPIED]
         if pending:
-            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
+            fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             for staged in pending:
                 staged.when_copied = functools.partial(_fill_if_copied, pending, fill)
         else:
-            link.send(*frame)
+            worker.send(*frame)
         # After the send, so that the worker wakes up meanwhile.
-        self._leases[link.id][batch.id] = [*leased]
+        worker.leases[batch.id] = [*leased]
         for slab in leased:
             self.arena.close_slab(slab)
         for staged in inputs:
             staged.release()
         return True
 
-    def send(self, batch: Batch, pickled: OutOfBandPickle, link: WorkerLink) -> bool:
+    def send(self, batch: Batch, pickled: OutOfBandPickle, worker: WorkerProcess) -> bool:
         """Send a batch; if there is no room for it, return False and do nothing.
 
         Call it only if `is_available` returned True.
@@ -131,7 +117,7 @@ class SharedInputSender:
         named = dumps((whole.start, whole.length, pickled.sizes, pickled.items))
         frame = (Kind.SHARED_INPUTS, batch.id, named)
         if pickled.size > MOST_AT_ONCE:
-            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
+            fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             self._memory.run_in_thread(
                 functools.partial(_write_pickle, slabs, whole, pickled),
                 functools.partial(self._finish, slabs, whole, fill),
@@ -144,16 +130,9 @@ class SharedInputSender:
                 self._warn(error)
                 return False
             pickled.release()
-            link.send(*frame)
-        self._leases[link.id][batch.id] = [whole.slab]
+            worker.send(*frame)
+        worker.leases[batch.id] = [whole.slab]
         return True
-
-    def free(self, worker_id: int, batch_ids: list[int]) -> None:
-        """End the leases of batches that a worker does not view any more."""
-        leases = self._leases.get(worker_id)
-        if leases is not None:
-            for batch_id in batch_ids:
-                del leases[batch_id]
 
     def _finish(
         self, slabs: Slabs, whole: Section, fill: Fill, error: BaseException | None
@@ -166,21 +145,21 @@ class SharedInputSender:
 
     def _fill(
         self,
-        link: WorkerLink,
+        worker: WorkerProcess,
         reservation: Reservation,
         batch: Batch,
         frame: tuple[Kind, int, bytes],
         has_failed: bool,
     ) -> None:
         """Send a batch at its reserved position; through the pipe if a copy has failed."""
-        if link.id not in self._leases:  # the worker has died, and its leases have ended
+        if not worker.is_alive:  # and its leases have ended
             return
         frames = [frame]
         if has_failed:
-            self.free(link.id, [batch.id])
+            del worker.leases[batch.id]
             frames.clear()
             self._send_in_band(batch, lambda *one: frames.append(one))
-        link.fill(reservation, frames)
+        worker.fill(reservation, frames)
 
     def _describe_no_room(self, slabs: Slabs, size: int) -> str:
         text = (
@@ -188,7 +167,7 @@ class SharedInputSender:
             "taken"
         )
         kept = max(
-            [len(leases) - self._most_batches for leases in self._leases.values()], default=0
+            len(worker.leases) - most_batches(worker.stages) for worker in self._workers.values()
         )
         if kept > 0:
             text += (
@@ -276,52 +255,43 @@ class BatchSender:
         self,
         settings: Settings,
         memory: MemoryService,
+        workers: Mapping[int, WorkerProcess],
         events: SenderEvents,
         name: str,
         pickler: InputPickler | None = None,
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
-        self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
+        self._shared_inputs = SharedInputSender(memory, settings, workers, self._send_late, name)
         # Copies large inputs into shared memory on arrival.
         self.arena = self._shared_inputs.arena
         self._events = events
-        # The ready workers by id.
-        self._links: dict[int, WorkerLink] = {}
+        # The pool's records of workers, by id.
+        self._workers = workers
         self._pickler: InputPickler = pickler or make_pickler(settings)
         self._watch = PicklingWatch(name)
-
-    def add_worker(self, link: WorkerLink) -> None:
-        """Add a worker that is ready."""
-        self._links[link.id] = link
-        self._shared_inputs.add_worker(link)
-
-    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """Remove a dead worker, and end its leases."""
-        self._links.pop(worker_id, None)
-        self._shared_inputs.remove_worker(worker_id, inherited)
 
     def send(
         self, batch: Batch, contexts: Sequence[bytes] = ()
     ) -> list[tuple[Request, BatcherError]]:
         """Send a batch to its worker."""
         requests = batch.requests
-        link = self._links[batch.worker]
+        worker = self._workers[batch.worker]
         if contexts:
-            link.send(Kind.CONTEXTS, batch.id, dumps(contexts))
+            worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
         group = requests[0].group
         if group is not None and group.method is not None:
-            link.send(Kind.METHOD, batch.id, group.method.name.encode())
-        if requests[0].staged is not None and self._shared_inputs.send_staged(batch, link):
+            worker.send(Kind.METHOD, batch.id, group.method.name.encode())
+        if requests[0].staged is not None and self._shared_inputs.send_staged(batch, worker):
             return []
         values = [*map(_value_of, requests)]
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
-            link.send(_INPUT_ATOMS, batch.id, body)
+            worker.send(_INPUT_ATOMS, batch.id, body)
             return []
-        return self._send_apart(batch, values, link)
+        return self._send_apart(batch, values, worker)
 
     def _send_apart(
-        self, batch: Batch, values: list[Any], link: WorkerLink
+        self, batch: Batch, values: list[Any], worker: WorkerProcess
     ) -> list[tuple[Request, BatcherError]]:
         """Pickle the inputs one by one, and send them through the pipe or shared memory."""
         for request in batch.requests:
@@ -338,15 +308,15 @@ class BatchSender:
             self.arena.enable()
             # The limit of a single output: a model may return its input.
             fits = pickling.fits(pickled.size, self._max_frame_bytes)
-            if fits and self._shared_inputs.send(batch, pickled, link):
+            if fits and self._shared_inputs.send(batch, pickled, worker):
                 return []
             pickled.release()
         elif pickled is not None:
             body = dumps(pickled)
             if len(body) <= self._max_frame_bytes:
-                link.send(Kind.INPUTS, batch.id, body)
+                worker.send(Kind.INPUTS, batch.id, body)
                 return []
-        return self._send_items(batch, link.send)
+        return self._send_items(batch, worker.send)
 
     def _send_late(self, batch: Batch, send: Send) -> None:
         """Send a batch through the pipe, because shared memory had no room for it."""
@@ -373,11 +343,13 @@ class BatchSender:
 
     def skip(self, batch: Batch) -> None:
         """Let the worker of a batch not compute it, unless it has begun."""
-        self._links[batch.worker].skip(batch.id)
+        self._workers[batch.worker].skip(batch.id)
 
     def free(self, worker_id: int, frame: Frame) -> None:
         """End the leases of the batches that a worker names in a FREED frame."""
-        self._shared_inputs.free(worker_id, loads(frame.body))
+        leases = self._workers[worker_id].leases
+        for batch_id in loads(frame.body):
+            del leases[batch_id]
 
 
 class PicklingWatch:

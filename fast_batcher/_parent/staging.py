@@ -310,7 +310,7 @@ class InputArena:
         self._copied = 0
 
     def stage(self, value: Any) -> StagedInput | None:
-        """Copy a value into shared memory, now or on the copier thread; None if it is not staged."""
+        """Copy a value into shared memory, now or on the copier thread; None if not staged."""
         found = self.probes[type(value)](value, self._least, self._most)
         slabs = self._memory.slabs
         if found is None or not isinstance(slabs, Slabs):

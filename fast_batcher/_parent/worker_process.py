@@ -1,14 +1,11 @@
-"""Workers as their parent sees them: the interface of a worker, and child processes that have it.
+"""Worker processes in their parent: start, pipes, frames, signals and death.
 
-    listener  --WorkerLink-->   worker      frames of batches
-    pool      --WorkerHandle--> worker      start, pings, end
-    worker    --WorkerEvents--> pool        ready, dead
-    pool      --PoolEvents-->   listener    arrivals and losses of workers, and their frames
+    pool, sender, session  -->  WorkerProcess   start, pings, frames of batches, end
+    WorkerProcess  --WorkerEvents-->  pool      ready, dead
 
-The pool decides when workers are started, replaced and ended; a `WorkerHandle` does it. Its
-implementation is `WorkerProcess`: start, pipes, frames, signals and death of a `ChildProcess`.
-`spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
-thread that ends the pool once the loop is closed.
+The pool decides when workers are started, replaced and ended; a `WorkerProcess` does it, and is the
+parent's record of one worker. `spawn` runs on the spawner thread; everything else runs on the
+thread of the event loop, or on the thread that ends the pool once the loop is closed.
 
 The child is a `multiprocessing` spawn child: a new interpreter that reads its target from a pipe.
 `Process.start()` is not used, because it
@@ -35,14 +32,12 @@ from enum import Enum
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
-from signal import Signals
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fast_batcher._devices import Placement
-from fast_batcher._file_state import FileState
 from fast_batcher._parent.placement import thread_share, worker_environment
 from fast_batcher._process import PassedDescriptor, opened_descendants, send_signal
-from fast_batcher._shared_memory.inputs import Slabs
+from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import (
@@ -60,6 +55,9 @@ from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
+
+if TYPE_CHECKING:
+    from fast_batcher._file_state import FileState
 
 
 class WorkerState(Enum):
@@ -93,161 +91,21 @@ class Exit(NamedTuple):
     # Ids of the batches that it read last and began to compute last, None without any.
     taken: int | None
     begun: int | None
-    # Id of the last batch whose inputs its children may still view, None without any.
-    inherited: int | None
     # SIGKILL came from outside, for example from the OOM killer of Linux.
     may_be_out_of_memory: bool
-
-
-class WorkerLink(Protocol):
-    """Interface of a ready worker for `BatchSender` and `Answers`."""
-
-    @property
-    def id(self) -> int:
-        """Number of this process among all processes that the pool has started."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, None before the start and for a worker without a process."""
-
-    @property
-    def outbox(self) -> OutboxReader | None:
-        """Memory in which the worker leaves large answers, None without shared memory."""
-
-    @property
-    def stages(self) -> int:
-        """Number of batches on which the worker works at the same time, 1 to 3."""
-
-    @property
-    def module_files(self) -> dict[str, FileState]:
-        """States of the app's files that the worker has imported, when it was ready."""
-
-    def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
-        """Send a frame without waiting; a frame to a dead worker is dropped."""
-
-    def skip(self, batch_id: int, /) -> None:
-        """Let the worker not compute a batch, unless it has begun."""
-
-    def reserve(self) -> Reservation:
-        """Reserve a position in the order of frames, for frames that are not ready yet."""
-
-    def fill(self, reservation: Reservation, frames: Frames, /) -> None:
-        """Send frames at the position that was reserved for them."""
-
-
-class WorkerHandle(WorkerLink, Protocol):
-    """Interface of a worker for the pool.
-
-    `spawn` runs on the starter thread, everything else on the event loop's thread, or on the thread
-    that ends the pool once the loop is closed.
-    """
-
-    # Index among the batcher's workers, from 0; its replacement has the same index.
-    index: int
-    # The model that it loads.
-    model_spec: ModelSpec
-    # The process id; None before `spawn`.
-    pid: int | None
-    state: WorkerState
-    # Answered batches; the pool counts them if workers are recycled.
-    batches: int
-    # Whether `attach` was called.
-    is_attached: bool
-    # Whether `ask_to_end` was called: the worker reads no further frames.
-    was_asked_to_end: bool
-
-    @property
-    def title(self) -> str:
-        """Name in logs: the batcher, the worker's index and the process id."""
-
-    def spawn(self) -> None:
-        """Start the process. Starter thread."""
-
-    def attach(self, loop: AbstractEventLoop) -> None:
-        """Watch the worker from this event loop; the previous loop, if any, is closed."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process was started and has not been reaped."""
-
-    @property
-    def rss_bytes(self) -> int:
-        """Resident memory, 0 if it cannot be read."""
-
-    def set_timer(self, timer: TimerHandle | None) -> None:
-        """Set the pool's timer for this worker, and cancel the previous one."""
-
-    def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
-
-    def is_sending(self) -> bool:
-        """Return whether delayed frames were sent since the last call, or are not ready yet."""
-
-    def read_begun(self) -> int | None:
-        """Return the id of the batch that the worker began last, None without any."""
-
-    def ask_to_end(self) -> None:
-        """Ask the worker to finish its batches, and then to end."""
-
-    def ignore(self) -> None:
-        """Drop all further frames from this worker: the parent is ending it."""
-
-    def disconnect(self) -> None:
-        """Close the pipes: the worker ends after its current batch."""
-
-    def signal(self, number: Signals) -> None:
-        """Send a signal to the worker and to the processes that its model has started."""
-
-    def kill(self) -> None:
-        """Send SIGKILL to the worker and to the processes that its model has started."""
-
-    def kill_on_protocol_error(self, error: Exception) -> None:
-        """Log that the worker broke the protocol, and kill it."""
-
-    @property
-    def death_fd(self) -> int:
-        """Descriptor that is readable once the worker is dead; -1 after `reap`."""
-
-    def reap(self) -> Exit | None:
-        """Release the resources of the dead worker; None if that was done before."""
 
 
 class WorkerEvents(Protocol):
     """Events that workers report to their pool, on the event loop's thread."""
 
-    def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+    def worker_loaded(self, worker: "WorkerProcess", times: list[tuple[int, float]]) -> None:
         """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
 
-    def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
+    def start_failed(self, worker: "WorkerProcess", error: WorkerStartupError) -> None:
         """Handle a worker that could not be started, or could not load its model in time."""
 
-    def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
+    def worker_exited(self, worker: "WorkerProcess", exit: Exit) -> None:
         """Handle a death; called once, after all frames of the worker were dispatched."""
-
-
-class PoolEvents(Protocol):
-    """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
-
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]], /) -> None:
-        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
-
-    def worker_retired(self, worker_id: int, /) -> None:
-        """Give a worker no more batches: another has taken its place."""
-
-    def worker_lost(self, worker_id: int, exit: Exit, /) -> None:
-        """Handle the death of a worker that was ready."""
-
-    def worker_failed_to_start(self, worker_id: int, error: WorkerStartupError, /) -> None:
-        """Handle a worker that died or was ended before it was ready."""
-
-    def workers_given_up(self, reason: str, seconds: float, /) -> None:
-        """Handle that no worker is left, and that the next is started after `seconds`."""
-
-    def frame_arrived(self, worker_id: int, frame: Frame, /) -> None:
-        """Handle a frame of a ready worker; raises if the frame breaks the protocol."""
-
-    def idle_workers(self) -> list[int]:
-        """Return the ids of the ready workers that have no batch."""
 
 
 # Signals that go to the whole process group, and would end a child that is still importing. The
@@ -426,7 +284,7 @@ class _LiveProcess(NamedTuple):
 
 
 class WorkerProcess:
-    """Handle of a worker process, the pool's `WorkerHandle`. A replacement is another object."""
+    """A worker process, from its start to its death. A replacement is another object."""
 
     def __init__(
         self,
@@ -439,7 +297,9 @@ class WorkerProcess:
         on_frame: Callable[[int, Frame], None],
         name: str,
     ) -> None:
+        # Number of this process among all processes that the pool has started.
         self.id = id
+        # Index among the batcher's workers, from 0; its replacement has the same index.
         self.index = id % settings.num_workers
         self.model_spec = model_spec
         self._settings = settings
@@ -450,8 +310,17 @@ class WorkerProcess:
         self._name = name
 
         self.state = WorkerState.LOADING
+        # From READY to the death; set by the pool.
+        self.is_serving = False
+        # Another worker has taken its place: it finishes its batches, and then ends. Set by the
+        # pool.
+        self.is_retired = False
+        # Answered batches; the pool counts them if workers are recycled.
         self.batches = 0
+        # The worker reads no further frames.
         self.was_asked_to_end = False
+        # Slabs that it may still view, by batch id; set by the sender.
+        self.leases: dict[int, list[Slab]] = {}
         # The worker has closed its end of a pipe, which a dying process does first.
         self._has_hung_up = False
         self._timer: TimerHandle | None = None
@@ -462,7 +331,7 @@ class WorkerProcess:
         self.pid: int | None = None
         # Memory in which the worker leaves large answers, None without shared memory.
         self.outbox: OutboxReader | None = None
-        # Batches on which it works at the same time; set when it is ready.
+        # Batches on which it works at the same time, 1 to 3; set when it is ready.
         self.stages = 1
         # Files of the app that the worker has imported; set when it is ready.
         self.module_files: dict[str, FileState] = {}
@@ -478,7 +347,7 @@ class WorkerProcess:
     # Start.
 
     def spawn(self) -> None:
-        """Start the process. Starter thread."""
+        """Start the process. Spawner thread."""
         settings, placement = self._settings, self._placement
         ours, theirs = open_pipes(_context)
         receiver, sender = open_log_sockets()
@@ -680,9 +549,9 @@ class WorkerProcess:
             is_ours=is_ours,
             taken=progress.taken,
             begun=progress.begun,
-            inherited=progress.inherited,
             may_be_out_of_memory=exit_code == -signal.SIGKILL and not is_ours,
         )
+        end_leases(self.leases, progress.inherited)
         child.close()
         channel.close()
         logs.close()
@@ -705,6 +574,15 @@ class WorkerProcess:
         exit = self.reap()
         if exit is not None:
             self._events.worker_exited(self, exit)
+
+
+def end_leases(leases: dict[int, list[Slab]], inherited: int | None) -> None:
+    """End the leases of a dead worker; its children may still view batches up to `inherited`."""
+    for batch_id, leased in leases.items():
+        if inherited is not None and batch_id <= inherited:
+            for slab in leased:
+                slab.leak()
+    leases.clear()
 
 
 def _select_settings(
