@@ -26,16 +26,16 @@ import signal
 import subprocess
 import sys
 from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context
 from enum import Enum
+from io import FileIO
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from fast_batcher._devices import Placement
-from fast_batcher._parent.placement import thread_share, worker_environment
+from fast_batcher._devices import Placement, thread_share, worker_environment
 from fast_batcher._process import PassedDescriptor, opened_descendants, send_signal
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
@@ -209,19 +209,42 @@ class ChildProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             with _pinned(cores):
-                popen = subprocess.Popen(
+                return launch(
                     spawn.get_command_line(tracker_fd=tracker, pipe_handle=source),
-                    env=environment,
-                    pass_fds=(*self._passed, tracker),
-                    stdin=_stream(0),
-                    stdout=_stream(1),
-                    stderr=_stream(2),
+                    passed=(*self._passed, tracker),
+                    streams=(_stream(0), _stream(1), _stream(2)),
+                    environment=environment,
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # `subprocess` must neither reap the child nor warn that it still runs.
-        popen.returncode = 0
-        return popen.pid
+
+
+def launch(
+    command: list[str],
+    *,
+    passed: Sequence[int],
+    streams: tuple[int | FileIO | None, ...],
+    environment: Mapping[str, str] | None = None,
+    in_own_session: bool = False,
+) -> int:
+    """Start a program, which the caller must reap, and return its process id.
+
+    The program has the descriptors `passed` and, as stdin, stdout and stderr, `streams`: None
+    stands for the parent's stream.
+    """
+    stdin, stdout, stderr = streams
+    popen = subprocess.Popen(
+        command,
+        env=environment,
+        pass_fds=passed,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=in_own_session,
+    )
+    # `subprocess` must neither reap the child nor warn that it still runs.
+    popen.returncode = 0
+    return popen.pid
 
 
 @contextlib.contextmanager
