@@ -44,7 +44,7 @@ from fast_batcher.settings import Settings
 logger = logging.getLogger("fast_batcher")
 
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_ROWS = Kind.ROWS
+_STAGED_INPUTS = Kind.STAGED_INPUTS
 
 Send = Callable[[Kind, int, bytes], None]
 # Sends a batch once its inputs are copied; the argument says whether a copy has failed.
@@ -87,7 +87,7 @@ class SharedInputSender:
                 return False
             inputs.append(staged)
             leased[slab] = None
-        frame = (_ROWS, batch.id, dumps(_name_runs(inputs)))
+        frame = (_STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
         pending = [one for one in inputs if one.state is not CopyState.COPIED]
         if pending:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)

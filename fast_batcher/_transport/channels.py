@@ -91,7 +91,7 @@ class Kind(IntEnum):
     STOP = 5  # finish what has arrived, then end
     PING = 6  # answer with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
-    ROWS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
+    STAGED_INPUTS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
     # The pickled list of pickled context managers of the observers that follow batches; the batch
     # with this id comes next.
     CONTEXTS = 9

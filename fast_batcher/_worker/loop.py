@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
-from fast_batcher._arrays.stacking import Piece, lent, make_piece
+from fast_batcher._arrays.stacking import Piece, lend, make_piece
 from fast_batcher._observers import BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
@@ -270,9 +270,19 @@ _FATAL_SIGNS = (
 
 
 class BatchJob:
-    """A batch in the worker: first its inputs, then its outputs or the frames that answer it."""
+    """A batch in the worker, from its frame to its answer."""
 
-    __slots__ = ("batch_id", "contexts", "errors", "method", "pieces", "reply", "seconds", "values")
+    __slots__ = (
+        "batch_id",
+        "contexts",
+        "errors",
+        "inputs",
+        "method",
+        "outputs",
+        "pieces",
+        "reply",
+        "seconds",
+    )
 
     def __init__(
         self, batch_id: int, method: str, contexts: AbstractContextManager[None] | None = None
@@ -280,8 +290,9 @@ class BatchJob:
         self.batch_id = batch_id
         self.method = method
         self.contexts = contexts
-        # The inputs, or the outputs, of the positions that have no error; in their order.
-        self.values: list[Any] = []
+        # Of the positions that have no error, in their order. The model takes the inputs away.
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
         # By position in the batch.
         self.errors: dict[int, SerializedError] = {}
         # Shared memory of the inputs, for `stack`.
@@ -293,12 +304,12 @@ class BatchJob:
 
     def fail(self, kind: Kind, failure: SerializedError) -> None:
         """Answer all requests of the batch with an error."""
-        self.values, self.errors = [], {}
+        self.inputs, self.outputs, self.errors = [], [], {}
         self.reply = [(kind, pickling.dumps(failure))]
 
     def skip(self) -> None:
         """Answer that the batch was not computed."""
-        self.values, self.errors, self.pieces = [], {}, []
+        self.inputs, self.errors, self.pieces = [], {}, []
         self.reply = [(Kind.SKIPPED, b"")]
 
     @property
@@ -306,10 +317,10 @@ class BatchJob:
         """Whether the process cannot use its device any more."""
         return self.reply is not None and self.reply[-1][0] is _FATAL
 
-    def list_open(self) -> list[int]:
-        """Return the positions of `values` in the batch."""
-        count = len(self.values) + len(self.errors)
-        return [position for position in range(count) if position not in self.errors]
+    def list_open(self, count: int) -> list[int]:
+        """Return the positions of the `count` inputs or outputs that have no error."""
+        positions = range(count + len(self.errors))
+        return [position for position in positions if position not in self.errors]
 
 
 class BatchLoop:
@@ -384,25 +395,27 @@ class BatchLoop:
             job.method = self._method.pop(batch_id, "infer")
             job.contexts = self._given.pop(batch_id, None)
         try:
-            job.values, job.errors, job.pieces = self._inputs.read(frame)
+            job.inputs, job.errors, job.pieces = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
             job.fail(Kind.FAILED, pickling.describe(error))
             forget_frames(error)
         return job
 
     def compute(self, job: BatchJob, *, copies: bool = False) -> None:
-        """Call the model's method on a batch that has not failed; replace its inputs by outputs."""
+        """Call the model's method on a batch that has not failed."""
         if job.reply is not None:
             return
         if self._is_skipped(job.batch_id):
             job.skip()
             return
         self._progress[BEGUN] = job.batch_id + 1
-        inputs = job.values
+        inputs = job.inputs
         # Read now: the method may change the list that it is given.
         count = len(inputs)
         # From here on the model alone has the inputs.
-        lent[:], job.pieces, job.values = job.pieces, [], []
+        job.inputs = []
+        if job.pieces:
+            lend(job.pieces)
         started = monotonic()
         try:
             infer, contexts = self._models[job.method].infer, job.contexts
@@ -418,10 +431,12 @@ class BatchLoop:
             forget_frames(error)
             return
         finally:
-            lent.clear()
+            if job.pieces:
+                lend(())
+                job.pieces = []
         job.seconds = monotonic() - started
         try:
-            job.values = list_outputs(outputs, count, f"{job.method} returned", copies=copies)
+            job.outputs = list_outputs(outputs, count, f"{job.method} returned", copies=copies)
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             job.fail(Kind.FAILED, pickling.describe(error))
 
@@ -437,11 +452,10 @@ class BatchLoop:
 
     def _encode(self, job: BatchJob) -> Reply:
         """Return the frames with the outputs of a batch, which loses them."""
-        outputs = job.values
+        outputs, job.outputs = job.outputs, []
         if job.errors:
-            found = dict(zip(job.list_open(), outputs, strict=True))
+            found = dict(zip(job.list_open(len(outputs)), outputs, strict=True))
             outputs = [found.get(at) for at in range(len(found) + len(job.errors))]
-        job.values = []
         return self._encoder.pack(outputs, job.errors)
 
     def report_freed(self) -> None:
