@@ -30,7 +30,7 @@ from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._session.outcomes import CostEvaluator
 from fast_batcher._session.session import OutcomeReader, ValueAccess
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
+from fast_batcher._transport.channels import Frame, Kind, LoopChannel
 from fast_batcher._transport.pickling import SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, UnsendableValueError
 from fast_batcher.settings import Settings
@@ -113,14 +113,9 @@ class HostSender(BatchSender):
                 request.staged.release()
         worker = self._workers[batch.worker]
         waiting = {id(one) for one in absent}
-        send = functools.partial(self._fill, batch, worker, worker.reserve())
+        send = functools.partial(self._fill_in_band, worker, worker.reserve(), batch)
         for value in absent:
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
-
-    def _fill(self, batch: Batch, worker: WorkerProcess, reservation: Reservation) -> None:
-        frames: list[tuple[Kind, int, bytes]] = []
-        self._send_late(batch, lambda *frame: frames.append(frame))
-        worker.fill(reservation, frames)
 
 
 def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
 """Sending of batches to workers: one frame, several, or shared memory. Parent, event loop's thread.
 
 A batch is usually one frame. The other paths in this module serve a batch with an input that cannot
-be pickled, a batch larger than a frame, and large inputs, which `SharedInputSender` copies into
-shared memory. The sender does not choose batches, which the scheduler does, and does not read
+be pickled, a batch larger than a frame, and large inputs, which go through memory that is shared
+with the workers. The sender does not choose batches, which the scheduler does, and does not read
 answers, which `Answers` does.
 """
 
@@ -44,39 +44,146 @@ from fast_batcher.settings import Settings
 logger = logging.getLogger("fast_batcher")
 
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_STAGED_INPUTS = Kind.STAGED_INPUTS
+_INPUT_ATOMS = Kind.INPUT_ATOMS
+# An `attrgetter` instead of a Python function, which would cost a lone request about 5 us
+# (docs/decisions/0008).
+_value_of = operator.attrgetter("value")
 
 Send = Callable[[Kind, int, bytes], None]
 # Sends a batch once its inputs are copied; the argument says whether a copy has failed.
 Fill = Callable[[bool], None]
 
 
-class SharedInputSender:
-    """Sends batches through the memory that is shared with the workers, and keeps the leases."""
+class SenderEvents(Protocol):
+    """Events that a sender reports to its listener, on the loop's thread."""
+
+    def inputs_unsendable(
+        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]], /
+    ) -> None:
+        """Inputs of a batch that `send` has taken turn out not to be sendable."""
+
+
+class InputPickler(Protocol):
+    """Pickles inputs; see `OutOfBandPickler`."""
+
+    def pickle(
+        self, values: list[Any], may_share: Callable[[], bool]
+    ) -> list[bytes] | OutOfBandPickle:
+        """Pickle the values of a batch, in one of two forms."""
+
+    def dumps(self, value: Any) -> bytes:
+        """Pickle one value in-band."""
+
+
+class BatchSender:
+    """Sends batches to ready workers, and keeps the leases on shared inputs."""
 
     def __init__(
         self,
-        memory: MemoryService,
         settings: Settings,
+        memory: MemoryService,
         workers: Mapping[int, WorkerProcess],
-        send_in_band: Callable[[Batch, Send], None],
+        events: SenderEvents,
         name: str,
+        pickler: InputPickler | None = None,
     ) -> None:
+        self._max_frame_bytes = settings.max_frame_bytes
         self._memory = memory
+        # The pool's records of workers, by id.
         self._workers = workers
-        self._send_in_band = send_in_band
+        self._events = events
         self._name = name
         self._has_warned = False
+        # Copies large inputs into shared memory on arrival.
         self.arena = InputArena(memory, settings, self._warn)
+        self._pickler: InputPickler = pickler or make_pickler(settings)
+        self._watch = PicklingWatch(name)
 
-    def is_available(self) -> bool:
+    def send(
+        self, batch: Batch, contexts: Sequence[bytes] = ()
+    ) -> list[tuple[Request, BatcherError]]:
+        """Send a batch to its worker; return the requests whose input cannot be sent."""
+        requests = batch.requests
+        worker = self._workers[batch.worker]
+        if contexts:
+            worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
+        group = requests[0].group
+        if group is not None and group.method is not None:
+            worker.send(Kind.METHOD, batch.id, group.method.name.encode())
+        if requests[0].staged is not None and self._send_staged(batch, worker):
+            return []
+        values = [*map(_value_of, requests)]
+        body = dump_atoms(values, LEAST_SHARED)
+        if body is not None and len(body) <= self._max_frame_bytes:
+            worker.send(_INPUT_ATOMS, batch.id, body)
+            return []
+        return self._send_apart(batch, values, worker)
+
+    def _send_apart(
+        self, batch: Batch, values: list[Any], worker: WorkerProcess
+    ) -> list[tuple[Request, BatcherError]]:
+        """Pickle the inputs one by one, and send them through the pipe or shared memory."""
+        for request in batch.requests:
+            if request.staged is not None:  # staged inputs are used only if all inputs are staged
+                request.staged.release()
+        pickled: list[bytes] | OutOfBandPickle | None
+        began_at = monotonic()
+        try:
+            pickled = self._pickler.pickle(values, self._has_shared_memory)
+        except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
+            pickled = None
+        self._watch.check(began_at)
+        if isinstance(pickled, OutOfBandPickle):
+            self.arena.enable()
+            # The limit of a single output: a model may return its input.
+            fits = pickling.fits(pickled.size, self._max_frame_bytes)
+            if fits and self._send_shared(batch, pickled, worker):
+                return []
+            pickled.release()
+        elif pickled is not None:
+            body = dumps(pickled)
+            if len(body) <= self._max_frame_bytes:
+                worker.send(Kind.INPUTS, batch.id, body)
+                return []
+        return self._send_items(batch, worker.send)
+
+    def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
+        """Send a batch through the pipe in one or more frames; return the unsendable requests."""
+        items: list[bytes | SerializedError] = []
+        unsendable: list[tuple[Request, BatcherError]] = []
+        for request in batch.requests:
+            item = dump_input(self._pickler, request.value, self._max_frame_bytes)
+            if isinstance(item, bytes):
+                items.append(item)
+            else:
+                unsendable.append((request, item))
+        if items:
+            bodies = list(pickling.fragment(items, self._max_frame_bytes))
+            for body in bodies[:-1]:
+                send(Kind.INPUTS_FRAGMENT, batch.id, body)
+            send(Kind.INPUTS, batch.id, bodies[-1])
+        return unsendable
+
+    def skip(self, batch: Batch) -> None:
+        """Let the worker of a batch not compute it, unless it has begun."""
+        self._workers[batch.worker].skip(batch.id)
+
+    def free(self, worker_id: int, frame: Frame) -> None:
+        """End the leases of the batches that a worker names in a FREED frame."""
+        leases = self._workers[worker_id].leases
+        for batch_id in loads(frame.body):
+            del leases[batch_id]
+
+    # Shared memory.
+
+    def _has_shared_memory(self) -> bool:
         """Return whether there is shared memory; warn once if it could not be made."""
         slabs = self._memory.slabs
         if isinstance(slabs, OSError):
             self._warn(slabs)
         return isinstance(slabs, Slabs)
 
-    def send_staged(self, batch: Batch, worker: WorkerProcess) -> bool:
+    def _send_staged(self, batch: Batch, worker: WorkerProcess) -> bool:
         """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
         inputs: list[StagedInput] = []
         leased: dict[Slab, None] = {}
@@ -87,7 +194,7 @@ class SharedInputSender:
                 return False
             inputs.append(staged)
             leased[slab] = None
-        frame = (_STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
+        frame = (Kind.STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
         pending = [one for one in inputs if one.state is not CopyState.COPIED]
         if pending:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
@@ -103,13 +210,10 @@ class SharedInputSender:
             staged.release()
         return True
 
-    def send(self, batch: Batch, pickled: OutOfBandPickle, worker: WorkerProcess) -> bool:
-        """Send a batch; if there is no room for it, return False and do nothing.
-
-        Call it only if `is_available` returned True.
-        """
+    def _send_shared(self, batch: Batch, pickled: OutOfBandPickle, worker: WorkerProcess) -> bool:
+        """Send a batch; if there is no room for it, return False and do nothing."""
         slabs = self._memory.slabs
-        assert isinstance(slabs, Slabs), "the caller has asked"
+        assert isinstance(slabs, Slabs), "`_has_shared_memory` was True"
         whole = slabs.take(pickled.size)
         if whole is None:
             self._warn(self._describe_no_room(slabs, pickled.size))
@@ -154,11 +258,18 @@ class SharedInputSender:
         """Send a batch at its reserved position; through the pipe if a copy has failed."""
         if not worker.is_alive:  # and its leases have ended
             return
-        frames = [frame]
         if has_failed:
             del worker.leases[batch.id]
-            frames.clear()
-            self._send_in_band(batch, lambda *one: frames.append(one))
+            self._fill_in_band(worker, reservation, batch)
+        else:
+            worker.fill(reservation, [frame])
+
+    def _fill_in_band(self, worker: WorkerProcess, reservation: Reservation, batch: Batch) -> None:
+        """Send a batch through the pipe, at its reserved position."""
+        frames: list[tuple[Kind, int, bytes]] = []
+        unsendable = self._send_items(batch, lambda *frame: frames.append(frame))
+        if unsendable:
+            self._events.inputs_unsendable(batch, unsendable)
         worker.fill(reservation, frames)
 
     def _describe_no_room(self, slabs: Slabs, size: int) -> str:
@@ -217,139 +328,6 @@ def _write_pickle(slabs: Slabs, whole: Section, pickled: OutOfBandPickle) -> Non
     finally:
         # Released here, not with the last reference, because the inputs are locked until then.
         pickled.release()
-
-
-# On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_INPUT_ATOMS = Kind.INPUT_ATOMS
-_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
-# An `attrgetter` instead of a Python function, which would cost a lone request about 5 us
-# (docs/decisions/0008).
-_value_of = operator.attrgetter("value")
-
-
-class SenderEvents(Protocol):
-    """Events that a sender reports to its listener, on the loop's thread."""
-
-    def inputs_unsendable(
-        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]], /
-    ) -> None:
-        """Inputs of a batch that `send` has taken turn out not to be sendable."""
-
-
-class InputPickler(Protocol):
-    """Pickles inputs; see `OutOfBandPickler`."""
-
-    def pickle(
-        self, values: list[Any], may_share: Callable[[], bool]
-    ) -> list[bytes] | OutOfBandPickle:
-        """Pickle the values of a batch, in one of two forms."""
-
-    def dumps(self, value: Any) -> bytes:
-        """Pickle one value in-band."""
-
-
-class BatchSender:
-    """Sends batches to ready workers, and ends their leases on shared inputs."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        memory: MemoryService,
-        workers: Mapping[int, WorkerProcess],
-        events: SenderEvents,
-        name: str,
-        pickler: InputPickler | None = None,
-    ) -> None:
-        self._max_frame_bytes = settings.max_frame_bytes
-        self._shared_inputs = SharedInputSender(memory, settings, workers, self._send_late, name)
-        # Copies large inputs into shared memory on arrival.
-        self.arena = self._shared_inputs.arena
-        self._events = events
-        # The pool's records of workers, by id.
-        self._workers = workers
-        self._pickler: InputPickler = pickler or make_pickler(settings)
-        self._watch = PicklingWatch(name)
-
-    def send(
-        self, batch: Batch, contexts: Sequence[bytes] = ()
-    ) -> list[tuple[Request, BatcherError]]:
-        """Send a batch to its worker."""
-        requests = batch.requests
-        worker = self._workers[batch.worker]
-        if contexts:
-            worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
-        group = requests[0].group
-        if group is not None and group.method is not None:
-            worker.send(Kind.METHOD, batch.id, group.method.name.encode())
-        if requests[0].staged is not None and self._shared_inputs.send_staged(batch, worker):
-            return []
-        values = [*map(_value_of, requests)]
-        body = dump_atoms(values, LEAST_SHARED)
-        if body is not None and len(body) <= self._max_frame_bytes:
-            worker.send(_INPUT_ATOMS, batch.id, body)
-            return []
-        return self._send_apart(batch, values, worker)
-
-    def _send_apart(
-        self, batch: Batch, values: list[Any], worker: WorkerProcess
-    ) -> list[tuple[Request, BatcherError]]:
-        """Pickle the inputs one by one, and send them through the pipe or shared memory."""
-        for request in batch.requests:
-            if request.staged is not None:  # staged inputs are used only if all inputs are staged
-                request.staged.release()
-        pickled: list[bytes] | OutOfBandPickle | None
-        began_at = monotonic()
-        try:
-            pickled = self._pickler.pickle(values, self._shared_inputs.is_available)
-        except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
-            pickled = None
-        self._watch.check(began_at)
-        if isinstance(pickled, OutOfBandPickle):
-            self.arena.enable()
-            # The limit of a single output: a model may return its input.
-            fits = pickling.fits(pickled.size, self._max_frame_bytes)
-            if fits and self._shared_inputs.send(batch, pickled, worker):
-                return []
-            pickled.release()
-        elif pickled is not None:
-            body = dumps(pickled)
-            if len(body) <= self._max_frame_bytes:
-                worker.send(Kind.INPUTS, batch.id, body)
-                return []
-        return self._send_items(batch, worker.send)
-
-    def _send_late(self, batch: Batch, send: Send) -> None:
-        """Send a batch through the pipe, because shared memory had no room for it."""
-        unsendable = self._send_items(batch, send)
-        if unsendable:
-            self._events.inputs_unsendable(batch, unsendable)
-
-    def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
-        """Send a batch through the pipe in one or more frames; return the unsendable requests."""
-        items: list[bytes | SerializedError] = []
-        unsendable: list[tuple[Request, BatcherError]] = []
-        for request in batch.requests:
-            item = dump_input(self._pickler, request.value, self._max_frame_bytes)
-            if isinstance(item, bytes):
-                items.append(item)
-            else:
-                unsendable.append((request, item))
-        if items:
-            bodies = list(pickling.fragment(items, self._max_frame_bytes))
-            for body in bodies[:-1]:
-                send(Kind.INPUTS_FRAGMENT, batch.id, body)
-            send(Kind.INPUTS, batch.id, bodies[-1])
-        return unsendable
-
-    def skip(self, batch: Batch) -> None:
-        """Let the worker of a batch not compute it, unless it has begun."""
-        self._workers[batch.worker].skip(batch.id)
-
-    def free(self, worker_id: int, frame: Frame) -> None:
-        """End the leases of the batches that a worker names in a FREED frame."""
-        leases = self._workers[worker_id].leases
-        for batch_id in loads(frame.body):
-            del leases[batch_id]
 
 
 class PicklingWatch:
