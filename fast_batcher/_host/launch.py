@@ -131,7 +131,6 @@ def launch_host(
     *,
     module: str = "fast_batcher._host.main",
 ) -> HostProcess:
-    """Start a host process."""
     socket_id = identify_socket(Path(listener.getsockname())) or ""
     with _duplicated_stderr() as stderr, contextlib.ExitStack() as on_failure:
         output = on_failure.enter_context(FileIO(make_memory_file(0)))

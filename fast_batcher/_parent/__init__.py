@@ -1,6 +1,6 @@
-"""Management of worker processes in the API process: start, watch, replace, end, and send to them.
+"""Management of worker processes in their parent: start, watch, replace, end, and send to them.
 
-    API process                                                   worker process
+    parent process                                                worker process
     event loop's thread                                           main thread
       pool -> worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.loop
     spawner thread (pool)                                         watcher thread

@@ -329,15 +329,16 @@ class Pool:
             self._start(replica)
 
     def read_all(self) -> list[int]:
-        """Dispatch the frames that have arrived from the ready workers.
+        """Dispatch the frames that have arrived; return the workers of frames that arrived in part.
 
         Do not call it while a frame is being dispatched: the frame would be overwritten.
         """
         return [worker.id for worker in self._serving() if worker.read_all()]
 
     def find_sending(self) -> list[tuple[int, int | None]]:
-        """Return the workers to which a batch is still being sent."""
-        return [(one.id, one.read_begun()) for one in self._serving() if one.is_sending()]
+        """Return the workers to which a batch is being sent, each with the batch it began last."""
+        workers = [worker for worker in self._serving() if worker.is_sending()]
+        return [(worker.id, worker.read_begun()) for worker in workers]
 
     # Called by the workers.
 
@@ -423,7 +424,7 @@ class Pool:
     # Starting and replacing.
 
     async def reload(self, model_spec: ModelSpec) -> None:
-        """Replace the workers, one by one, by workers with another model."""
+        """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
         if self.reloading is not None:
             raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
         self.reloading = Reloading(self._replicas, model_spec, self._start, self._name)
@@ -530,8 +531,9 @@ class Pool:
         if is_given_up:
             logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
             replica.is_given_up = True
-        if all(one.is_given_up for one in self._replicas):
-            next_try = min(one.restart_timer.when() for one in self._replicas if one.restart_timer)
+        if all(other.is_given_up for other in self._replicas):
+            timers = [other.restart_timer for other in self._replicas]
+            next_try = min(timer.when() for timer in timers if timer is not None)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
 
     def _beat(self) -> None:
@@ -713,7 +715,7 @@ def end_forgotten_pools() -> None:
 def _end_on_loop(
     loop: asyncio.AbstractEventLoop, pools: list[Pool], grace: float
 ) -> threading.Event:
-    """Schedule the end of pools on the thread of their event loop.
+    """End pools on the thread of their event loop; return an event that is set afterwards.
 
     If this thread ended them, both threads would release a worker that has just died.
     """

@@ -102,7 +102,10 @@ class BatchSender:
     def send(
         self, batch: Batch, contexts: Sequence[bytes] = ()
     ) -> list[tuple[Request, BatcherError]]:
-        """Send a batch to its worker; return the requests whose input cannot be sent."""
+        """Send a batch to its worker; return the requests whose input cannot be sent.
+
+        The caller removes these from the batch; the worker gets the others.
+        """
         requests = batch.requests
         worker = self._workers[batch.worker]
         if contexts:
@@ -195,7 +198,7 @@ class BatchSender:
             inputs.append(staged)
             leased[slab] = None
         frame = (Kind.STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
-        pending = [one for one in inputs if one.state is not CopyState.COPIED]
+        pending = [staged for staged in inputs if staged.state is not CopyState.COPIED]
         if pending:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             for staged in pending:
@@ -302,7 +305,7 @@ class BatchSender:
 
 def _fill_if_copied(pending: list[StagedInput], fill: Fill) -> None:
     """Send a batch if none of its staged inputs is still being copied."""
-    states = {one.state for one in pending}
+    states = {staged.state for staged in pending}
     if CopyState.COPYING not in states:
         fill(CopyState.FAILED in states)
 
@@ -311,12 +314,12 @@ def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:
     """Return layout, start and number of the inputs of each contiguous run."""
     runs: list[tuple[bytes, int, int]] = []
     layout, start, end, count = inputs[0].layout, inputs[0].start, inputs[0].start, 0
-    for one in inputs:
-        if one.start != end or one.layout != layout:
+    for staged in inputs:
+        if staged.start != end or staged.layout != layout:
             runs.append((layout, start, count))
-            layout, start, count = one.layout, one.start, 0
+            layout, start, count = staged.layout, staged.start, 0
         count += 1
-        end = one.end
+        end = staged.end
     runs.append((layout, start, count))
     return runs
 

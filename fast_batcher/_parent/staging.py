@@ -350,7 +350,7 @@ class InputArena:
         return staged
 
     def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Make an array in shared memory for the app to fill; staging it later copies nothing."""
+        """Make an array in shared memory, which the app fills; None if it would not be staged."""
         numpy: Any = sys.modules["numpy"]
         slabs = self._memory.slabs
         size = math.prod(shape) * dtype.itemsize

@@ -166,7 +166,10 @@ class ChildProcess:
         return self._sentinel if self._pidfd is None else self._pidfd
 
     def take_exit_code(self) -> int | None:
-        """Reap the dead process and return its exit code."""
+        """Reap the dead process, and return its exit code, negative for a signal.
+
+        None if another part of the program has reaped it.
+        """
         try:
             if sys.platform == "linux" and self._pidfd is not None:
                 info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
@@ -180,7 +183,6 @@ class ChildProcess:
             return None
 
     def close(self) -> None:
-        """Close the descriptors of the dead process."""
         os.close(self._sentinel)
         os.close(self._sink)
         if self._pidfd is not None:
@@ -431,10 +433,9 @@ class WorkerProcess:
         """Whether the process was started and has not been reaped."""
         return self._live is not None
 
-    # Frames to the worker.
+    # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
-        """Send a frame without waiting; a frame to a dead worker is dropped."""
         if self._live is not None:
             self._live.channel.send(kind, batch_id, body)
 
@@ -444,22 +445,19 @@ class WorkerProcess:
             self._live.progress.skip(batch_id)
 
     def reserve(self) -> Reservation:
-        """Reserve a position in the order of frames, for frames that are not ready yet."""
         return Reservation() if self._live is None else self._live.channel.reserve()
 
     def fill(self, reservation: Reservation, frames: Frames) -> None:
-        """Send frames at the position that was reserved for them."""
         if self._live is not None:
             self._live.channel.fill(reservation, frames)
 
     def is_sending(self) -> bool:
-        """Return whether delayed frames were sent since the last call, or are not ready yet."""
         return self._live is not None and self._live.channel.is_sending()
 
     # Frames from the worker.
 
     def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
+        """Dispatch the frames that have arrived; return as `LoopChannel.drain`."""
         return self._live is not None and self._live.channel.drain()
 
     def _dispatch(self, frame: Frame) -> None:

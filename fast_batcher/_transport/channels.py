@@ -7,8 +7,8 @@
 batch. A header with another magic number, or with a length above `max_frame_bytes`, is refused
 before memory is allocated for its body.
 
-`BlockingChannel` is a worker's end, on its main thread. `LoopChannel` is the end of an API process
-or the host, on the event loop's thread, and never blocks: bytes that the pipe does not take at once
+`BlockingChannel` is a worker's end, on its main thread. `LoopChannel` is the end of a parent
+process, on the event loop's thread, and never blocks: bytes that the pipe does not take at once
 are kept, and written when it is writable again. The loop calls it back in an empty context,
 whatever context of a caller was active when the channel was attached. Channels do not know batches,
 and do not pickle.
@@ -412,7 +412,7 @@ class LoopChannel:
         return len(self._backlog)
 
     def drain(self) -> bool:
-        """Dispatch the frames that have arrived, also after the worker has died.
+        """Dispatch the arrived frames; return whether a frame has arrived in part, and still arrives.
 
         Do not call it from `on_frame`: the frame there would be overwritten.
         """

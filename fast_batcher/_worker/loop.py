@@ -206,9 +206,9 @@ class InputReader:
             values = [_unpickle_item(item) for item in items]
         else:
             values = self._load_shared(frame, pieces)
-        errors = {at: one for at, one in enumerate(values) if type(one) is SerializedError}
+        errors = {at: value for at, value in enumerate(values) if type(value) is SerializedError}
         if errors:
-            values = [one for one in values if type(one) is not SerializedError]
+            values = [value for value in values if type(value) is not SerializedError]
         return values, errors, pieces
 
     def pack_freed(self) -> bytes:
