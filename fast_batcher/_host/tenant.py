@@ -405,12 +405,12 @@ class Tenant:
         """Whether the process does not read, perhaps because it is stopped: it gets no news."""
         return self._channel.backlog >= MOST_NEWS
 
-    def send(self, kind: Kind, body: bytes = b"", number: int = 0) -> None:
+    def send(self, kind: int, body: bytes = b"", number: int = 0) -> None:
         """Send a frame without waiting; dropped if the process is gone."""
         if not self.is_gone:
             self._channel.send(kind, number, body)
 
-    def tell(self, kind: Kind, body: bytes) -> None:
+    def tell(self, kind: int, body: bytes) -> None:
         """Send news that the process may miss: states, events and log records."""
         if not self.is_stalled:
             self.send(kind, body)

@@ -43,13 +43,11 @@ from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-# On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_INPUT_ATOMS = Kind.INPUT_ATOMS
 # An `attrgetter` instead of a Python function, which would cost a lone request about 5 us
 # (docs/decisions/0008).
 _value_of = operator.attrgetter("value")
 
-Send = Callable[[Kind, int, bytes], None]
+Send = Callable[[int, int, bytes], None]
 # Sends a batch once its inputs are copied; the argument says whether a copy has failed.
 Fill = Callable[[bool], None]
 
@@ -118,7 +116,7 @@ class BatchSender:
         values = [*map(_value_of, requests)]
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
-            worker.send(_INPUT_ATOMS, batch.id, body)
+            worker.send(Kind.INPUT_ATOMS, batch.id, body)
             return []
         return self._send_apart(batch, values, worker)
 
@@ -255,7 +253,7 @@ class BatchSender:
         worker: WorkerProcess,
         reservation: Reservation,
         batch: Batch,
-        frame: tuple[Kind, int, bytes],
+        frame: tuple[int, int, bytes],
         has_failed: bool,
     ) -> None:
         """Send a batch at its reserved position; through the pipe if a copy has failed."""
@@ -269,7 +267,7 @@ class BatchSender:
 
     def _fill_in_band(self, worker: WorkerProcess, reservation: Reservation, batch: Batch) -> None:
         """Send a batch through the pipe, at its reserved position."""
-        frames: list[tuple[Kind, int, bytes]] = []
+        frames: list[tuple[int, int, bytes]] = []
         unsendable = self._send_items(batch, lambda *frame: frames.append(frame))
         if unsendable:
             self._events.inputs_unsendable(batch, unsendable)

@@ -41,6 +41,7 @@ from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import (
+    KIND_NAMES,
     Frame,
     Frames,
     Kind,
@@ -295,8 +296,8 @@ PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 # forked child inherits CUDA state that it cannot use, and the parent's pipe ends.
 _context = multiprocessing.get_context("spawn")
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_LOADING, _READY, _ENDING = WorkerState.LOADING, WorkerState.READY, WorkerState.ENDING
+# Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
+_READY = WorkerState.READY
 
 
 class _LiveProcess(NamedTuple):
@@ -394,7 +395,14 @@ class WorkerProcess:
                     LogSettings.of_this_process(sender),
                     self._slabs,
                     outbox,
-                    _select_settings(settings, placement, threads, self.index),
+                    WorkerSettings(
+                        settings.max_frame_bytes,
+                        settings.batch_limit,
+                        settings.freeze_gc,
+                        placement.device,
+                        self.index,
+                        settings.stage_threads or threads,
+                    ),
                 ),
                 name=f"fast_batcher-{self.model_spec.name}-{self.index}",
                 # Not daemonic: a model may have children, for example those of a data loader.
@@ -435,7 +443,7 @@ class WorkerProcess:
 
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
-    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+    def send(self, kind: int, batch_id: int, body: bytes) -> None:
         if self._live is not None:
             self._live.channel.send(kind, batch_id, body)
 
@@ -464,15 +472,15 @@ class WorkerProcess:
         """Handle a frame according to the state: see `WorkerState`."""
         if self.state is _READY:
             self._on_frame(self.id, frame)
-        elif self.state is _LOADING:
+        elif self.state is WorkerState.LOADING:
             self._finish_loading(frame)
 
     def _finish_loading(self, frame: Frame) -> None:
-        if frame.kind is Kind.READY:
+        if frame.kind == Kind.READY:
             times, self.stages, self.module_files = pickling.loads(frame.body)
-            self.state = _READY
+            self.state = WorkerState.READY
             self._events.worker_loaded(self, times)
-        elif frame.kind is Kind.STARTUP_FAILED:
+        elif frame.kind == Kind.STARTUP_FAILED:
             failure = SerializedError(*pickling.loads(frame.body))
             error = WorkerStartupError(
                 f"worker {self.index} could not load {self.model_spec.name}: {failure.text}"
@@ -480,7 +488,7 @@ class WorkerProcess:
             error.__cause__ = RemoteTraceback(failure.traceback)
             self._events.start_failed(self, error)
         else:
-            raise TransportError(f"a worker that is not ready sent {frame.kind.name}")
+            raise TransportError(f"a worker that is not ready sent {KIND_NAMES[frame.kind]}")
 
     # Progress and memory.
 
@@ -512,7 +520,7 @@ class WorkerProcess:
 
     def ignore(self) -> None:
         """Drop all further frames from this worker: the parent is ending it."""
-        self.state = _ENDING
+        self.state = WorkerState.ENDING
 
     def disconnect(self) -> None:
         """Close the pipes: the worker ends after its current batch."""
@@ -542,7 +550,7 @@ class WorkerProcess:
 
     def kill_on_protocol_error(self, error: Exception) -> None:
         """Log that the worker broke the protocol, and kill it."""
-        if self.state is not _ENDING:
+        if self.state is not WorkerState.ENDING:
             logger.error(
                 "%s broke the protocol and is replaced: %s", self.title, error, exc_info=error
             )
@@ -562,7 +570,7 @@ class WorkerProcess:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(child.death_fd)
         exit_code = child.take_exit_code()
-        is_ours = self.state is _ENDING and not self._has_hung_up
+        is_ours = self.state is WorkerState.ENDING and not self._has_hung_up
         exit = Exit(
             text=describe_exit(exit_code),
             by_signal=exit_code is not None and exit_code < 0,
@@ -583,7 +591,7 @@ class WorkerProcess:
 
     def _hung_up(self, error: Exception | None) -> None:
         """Kill a worker that has closed its end of a pipe or broken the protocol."""
-        self._has_hung_up = error is None and self.state is not _ENDING
+        self._has_hung_up = error is None and self.state is not WorkerState.ENDING
         if error is None:
             self.kill()
         else:
@@ -604,19 +612,6 @@ def end_leases(leases: dict[int, list[Slab]], inherited: int | None) -> None:
             for slab in leased:
                 slab.leak()
     leases.clear()
-
-
-def _select_settings(
-    settings: Settings, placement: Placement, threads: int, index: int
-) -> WorkerSettings:
-    return WorkerSettings(
-        settings.max_frame_bytes,
-        settings.batch_limit,
-        settings.freeze_gc,
-        placement.device,
-        index,
-        settings.stage_threads or threads,
-    )
 
 
 def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:

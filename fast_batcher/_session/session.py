@@ -58,7 +58,7 @@ from fast_batcher._process import monotonic
 from fast_batcher._session.life import LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, Ledger, Reports, is_beyond_reach
 from fast_batcher._shared_memory.outbox import Answer, OutboxReader
-from fast_batcher._transport.channels import Frame, Kind
+from fast_batcher._transport.channels import KIND_NAMES, Frame, Kind
 from fast_batcher._transport.pickling import SerializedError, dumps, loads, measure_size, one_line
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -617,7 +617,7 @@ def read_outcomes(
         error = SerializedError(*loads(frame.body))
         outcomes = [reader.read_error(error) for _ in range(count)]
     else:
-        raise TransportError(f"a worker answered with {frame.kind.name}")
+        raise TransportError(f"a worker answered with {KIND_NAMES[frame.kind]}")
     if len(outcomes) != count:
         raise _wrong_count(len(outcomes), count)
     return outcomes

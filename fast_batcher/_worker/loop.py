@@ -41,7 +41,7 @@ from fast_batcher.errors import (
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
 # The frames that answer a batch, as kinds and bodies; one or more.
-Reply = list[tuple[Kind, bytes]]
+Reply = list[tuple[int, bytes]]
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -172,10 +172,6 @@ def _unsendable(output: Any, error: BaseException) -> InferenceError:
     return result
 
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
-
-
 # The inputs of a batch: those that could be unpickled, in their order; errors of the others, by
 # position in the batch; and the shared memory of the inputs, for `stack`.
 Inputs = tuple[list[Any], dict[int, SerializedError], list[Piece]]
@@ -199,9 +195,9 @@ class InputReader:
     def read(self, frame: Frame) -> Inputs:
         """Return the inputs of a batch."""
         pieces: list[Piece] = []
-        if frame.kind is _INPUT_ATOMS:
+        if frame.kind == Kind.INPUT_ATOMS:
             return pickling.loads(frame.body), {}, pieces
-        if frame.kind is _INPUTS:
+        if frame.kind == Kind.INPUTS:
             items = self._fragments.pop(frame.batch_id, []) + pickling.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
         else:
@@ -226,7 +222,7 @@ class InputReader:
         assert slabs is not None, "the parent knows that it shares no memory"
         named = pickling.loads(frame.body)
         memory = slabs.view(frame.batch_id)
-        if frame.kind is _SHARED_INPUTS:
+        if frame.kind == Kind.SHARED_INPUTS:
             start, length, sizes, items = named
             view = memory[start : start + length]
             pieces.append(make_piece(_address_of(view), view))
@@ -256,9 +252,8 @@ def _unpickle_item(item: bytes) -> Any:
         return pickling.describe(error)
 
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_STOP, _PING, _INPUTS_FRAGMENT, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_FRAGMENT, Kind.FATAL
-_BEFORE_BATCH = frozenset({Kind.CONTEXTS, Kind.METHOD})
+# Frames that are a batch, or its last fragment.
+_BATCHES = frozenset({Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS})
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -302,7 +297,7 @@ class BatchJob:
         # Seconds in the method.
         self.seconds = 0.0
 
-    def fail(self, kind: Kind, failure: SerializedError) -> None:
+    def fail(self, kind: int, failure: SerializedError) -> None:
         """Answer all requests of the batch with an error."""
         self.inputs, self.outputs, self.errors = [], [], {}
         self.reply = [(kind, pickling.dumps(failure))]
@@ -315,7 +310,7 @@ class BatchJob:
     @property
     def is_fatal(self) -> bool:
         """Whether the process cannot use its device any more."""
-        return self.reply is not None and self.reply[-1][0] is _FATAL
+        return self.reply is not None and self.reply[-1][0] == Kind.FATAL
 
     def list_open(self, count: int) -> list[int]:
         """Return the positions of the `count` inputs or outputs that have no error."""
@@ -354,34 +349,34 @@ class BatchLoop:
             if self._inputs.freed or self._inputs.forks:
                 self.report_freed()
             job = self.receive()
-            if job is _STOP:
-                return
             if isinstance(job, BatchJob):
                 self.compute(job)
                 self.answer(job)
                 if job.is_fatal:
                     return
+            elif job == Kind.STOP:
+                return
             else:
                 self.answer_ping()
 
-    def receive(self) -> BatchJob | Kind:
+    def receive(self) -> BatchJob | int:
         """Wait for a batch, and read its inputs; return PING for a ping, and STOP for the end."""
         while True:
             frame = self._channel.receive()
-            if frame is None or frame.kind is _STOP:
-                return _STOP
-            if frame.kind is _PING:
-                return _PING
-            if frame.kind is _INPUTS_FRAGMENT:
-                self._inputs.keep_fragment(frame)
-            elif frame.kind in _BEFORE_BATCH:
-                self._note(frame)
-            else:
+            if frame is None:
+                return Kind.STOP
+            if frame.kind in _BATCHES:
                 return self._read(frame)
+            if frame.kind in (Kind.STOP, Kind.PING):
+                return frame.kind
+            if frame.kind == Kind.INPUTS_FRAGMENT:
+                self._inputs.keep_fragment(frame)
+            else:
+                self._note(frame)
 
     def _note(self, frame: Frame) -> None:
         """Note what precedes a batch."""
-        if frame.kind is Kind.METHOD:
+        if frame.kind == Kind.METHOD:
             self._method = {frame.batch_id: bytes(frame.body).decode()}
         else:
             contexts = self._contexts.join_pickled(pickling.loads(frame.body))
@@ -470,7 +465,7 @@ class BatchLoop:
         self._encoder.give_back_unused()
 
 
-def _judge(error: BaseException) -> tuple[Kind, SerializedError]:
+def _judge(error: BaseException) -> tuple[int, SerializedError]:
     """Return the kind of frame that reports an error of `infer`, and the error as data."""
     failure = pickling.describe(error)
     kind = Kind.RAISED

@@ -89,11 +89,11 @@ class StageLoop:
         self._stages = stages
         # From the reader thread: batches with the calls of their first stage, PING, and STOP. An
         # exception of a thread ends the main thread, and so the process.
-        self._received: SimpleQueue[tuple[BatchJob | Kind | BaseException, Calls | None]] = (
+        self._received: SimpleQueue[tuple[BatchJob | int | BaseException, Calls | None]] = (
             SimpleQueue()
         )
         # From the main thread: batches with the calls of their last stage, PING, and STOP.
-        self._computed: SimpleQueue[tuple[BatchJob | Kind, Calls | None]] = SimpleQueue()
+        self._computed: SimpleQueue[tuple[BatchJob | int, Calls | None]] = SimpleQueue()
 
     def run(self) -> None:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error.
@@ -127,7 +127,7 @@ class StageLoop:
             if isinstance(job, BatchJob) and job.method == "infer":
                 calls = self._stages.call(self._stages.prepare, job.inputs)
             self._received.put((job, calls))
-            if job is Kind.STOP:
+            if job == Kind.STOP:
                 return
             del job, calls
 
@@ -146,7 +146,7 @@ class StageLoop:
                 if job.method == "infer":
                     calls = self._stages.call(_pass_errors(self._stages.finish), job.outputs)
             self._computed.put((job, calls))
-            if job is Kind.STOP:
+            if job == Kind.STOP:
                 return
             if isinstance(job, BatchJob) and job.is_fatal:
                 self._computed.put((Kind.STOP, None))
@@ -157,7 +157,7 @@ class StageLoop:
         """Sender thread: answer batches."""
         while True:
             job, calls = self._computed.get()
-            if job is Kind.STOP:
+            if job == Kind.STOP:
                 return
             if isinstance(job, BatchJob):
                 if calls is not None:

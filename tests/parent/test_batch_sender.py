@@ -30,7 +30,7 @@ class Wire:
     slabs = None
 
     def __init__(self) -> None:
-        self.sent: list[tuple[Kind, int, bytes]] = []
+        self.sent: list[tuple[int, int, bytes]] = []
         settings = Settings(max_frame_bytes=MAX_FRAME_BYTES)
         memory: Any = self
         self.sender = BatchSender(settings, memory, {WORKER: memory}, self, "name")
@@ -40,12 +40,12 @@ class Wire:
 
     run_in_thread = reserve = fill = skip = inputs_unsendable = _refuse
 
-    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+    def send(self, kind: int, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
         self.sent.append((kind, batch_id, body))
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[int]:
         return [kind for kind, _, _ in self.sent]
 
     def items(self) -> list[Any]:

@@ -185,7 +185,7 @@ class SpeaksEarly:
     ],
 )
 async def test_a_worker_that_says_something_else_than_how_its_start_went_is_killed(
-    told: Told, caplog: pytest.LogCaptureFixture, kind: Kind, body: bytes
+    told: Told, caplog: pytest.LogCaptureFixture, kind: int, body: bytes
 ) -> None:
     told.open(SpeaksEarly, int(kind), body)
     await told.until(lambda: told.count("failed") == 1)

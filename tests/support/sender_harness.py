@@ -46,7 +46,7 @@ class Worker:
         self.queue: list[Any] = []
         self._reader = InputReader(self.views)
 
-    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+    def send(self, kind: int, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
         self.queue.append((kind, batch_id, body))
 
@@ -58,7 +58,7 @@ class Worker:
         self.queue.append(reservation)
         return reservation
 
-    def fill(self, reservation: Reservation, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+    def fill(self, reservation: Reservation, frames: Iterable[tuple[int, int, bytes]]) -> None:
         index = self.queue.index(reservation)
         self.queue[index : index + 1] = frames
 
@@ -149,7 +149,7 @@ class SenderHarness:
         return self.worker.queue
 
     @property
-    def kinds(self) -> list[Kind | None]:
+    def kinds(self) -> list[int | None]:
         """Of the frames that the worker has not read; None stands for a reservation."""
         return [None if isinstance(one, Reservation) else one[0] for one in self.queue]
 
