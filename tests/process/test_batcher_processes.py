@@ -702,7 +702,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         f"""
         import atexit
         import {kind}
-        from fast_batcher._parent import ending
+        from fast_batcher._parent.pool import end_forgotten_pools
 
         is_open = threading.Event()
 
@@ -724,9 +724,9 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             tell([future.done() for future in waiting])
 
         # What is registered first is called last.
-        atexit.unregister(ending.end_forgotten_pools)
+        atexit.unregister(end_forgotten_pools)
         atexit.register(call_late)
-        atexit.register(ending.end_forgotten_pools)
+        atexit.register(end_forgotten_pools)
         threading.Thread(target={kind}.run, args=(main(),), daemon=True).start()
         is_open.wait()
         """
