@@ -28,7 +28,7 @@ from typing import Any, Generic, NoReturn, Self, Unpack, overload
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import Event, Request, State
-from fast_batcher._parent.placement import CoreClaim
+from fast_batcher._devices import CoreClaim
 from fast_batcher._process import frozen, monotonic
 from fast_batcher._session.cache import CachingSession
 from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many

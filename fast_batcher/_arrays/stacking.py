@@ -1,8 +1,7 @@
 """`stack`: join arrays or tensors, without a copy if they are adjacent in memory. Pure.
 
-The copy is omitted only in the memory of `lent`: the worker puts the shared memory of a batch there
-while its model computes. In other memory two arrays are adjacent by chance, and their owners are
-unknown.
+The copy is omitted only in the memory of the batch that is being computed, which the worker lends
+with `lend`. In other memory two arrays are adjacent by chance, and their owners are unknown.
 """
 
 import sys
@@ -24,14 +23,21 @@ class Piece(NamedTuple):
     rows: Sequence[Any]
 
 
-# The memory of which `stack` may return views now.
-lent: list[Piece] = []
+# The memory of which `stack` may return views now. It belongs to the process, because the model may
+# call `stack` in any function and on any thread.
+_lent: Sequence[Piece] = ()
+
+
+def lend(pieces: Sequence[Piece]) -> None:
+    """Let `stack` return views of this memory, until the next call; none of an empty sequence."""
+    global _lent
+    _lent = pieces
 
 
 def make_piece(
     address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()
 ) -> Piece:
-    """Describe memory for `lent`."""
+    """Describe memory for `lend`."""
     return Piece(address, address + len(memory), memory, whole, rows)
 
 
@@ -65,9 +71,9 @@ def stack(inputs: Sequence[Any]) -> Any:
 
 def find_whole(values: Sequence[Any]) -> Any:
     """Return the array or tensor in lent memory whose rows are these values, else None."""
-    if not lent or not values:
+    if not _lent or not values:
         return None
-    for piece in lent:
+    for piece in _lent:
         if piece.whole is not None and _are_rows(values, piece):
             return piece.whole[:]
     return _find_by_address(values)
@@ -83,7 +89,7 @@ def _find_by_address(values: Sequence[Any]) -> Any:
         if not size or _locate(value) != (form, start + number * size):
             return None
     end = start + len(values) * size
-    for piece in lent:
+    for piece in _lent:
         if piece.start <= start and end <= piece.end:
             part = piece.memory[start - piece.start : end - piece.start]
             return library.frombuffer(part, dtype=dtype).reshape(len(values), *shape)

@@ -240,7 +240,7 @@ class CallSender:
             self._send_frame(Kind.ITEM_CALLS, sent, packed)
         return unsendable
 
-    def _send_frame(self, kind: Kind, requests: list[Request], inputs: Any) -> None:
+    def _send_frame(self, kind: int, requests: list[Request], inputs: Any) -> None:
         for request in requests:
             request.phase = SENT
         self._sent += len(requests)

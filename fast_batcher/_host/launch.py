@@ -1,4 +1,4 @@
-"""Starts a host process, and tells how it ended. Server process, any thread.
+"""Start and end of a host process. Parent process, any thread.
 
 The host is a new interpreter that loads this package from its directory and nothing else of the
 app. It outlives its starter, in a session of its own: a signal to the server's process group does
@@ -18,7 +18,7 @@ from multiprocessing import spawn
 from pathlib import Path
 
 from fast_batcher._host.directory import identify_socket
-from fast_batcher._parent.worker_process import describe_exit
+from fast_batcher._parent.worker_process import describe_exit, launch
 from fast_batcher._process import monotonic, occupy_stdio
 from fast_batcher._transport.progress import make_memory_file
 from fast_batcher.errors import WorkerStartupError
@@ -54,9 +54,8 @@ POLL_INTERVAL = 0.002
 class HostProcess:
     """The host process, in the process that has started it."""
 
-    def __init__(self, popen: "subprocess.Popen[bytes]", output: FileIO) -> None:
-        popen.returncode = 0
-        self.pid = popen.pid
+    def __init__(self, pid: int, output: FileIO) -> None:
+        self.pid = pid
         self._output = output
         # How it ended; "" until it is reaped.
         self._exit_text = ""
@@ -66,29 +65,28 @@ class HostProcess:
 
         Blocks: call it when the host has hung up or was killed.
         """
-        if not self._exit_text:
-            code = None
-            # Another part of the program may have reaped it.
-            with contextlib.suppress(ChildProcessError):
-                code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            self._exit_text = describe_exit(code)
+        self._wait(0)
         return self._exit_text
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the end of the host; return whether it has ended."""
         until = monotonic() + seconds
-        while not self._exit_text:
-            pid, status = self.pid, None
-            with contextlib.suppress(ChildProcessError):  # another part of the program reaped it
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+        self._wait(os.WNOHANG)
+        while not self._exit_text and monotonic() < until:
+            threading.Event().wait(POLL_INTERVAL)
+            self._wait(os.WNOHANG)
+        return self._exit_text != ""
+
+    def _wait(self, options: int) -> None:
+        if self._exit_text:
+            return
+        try:
+            pid, status = os.waitpid(self.pid, options)
+        except ChildProcessError:  # another part of the program has reaped it
+            self._exit_text = describe_exit(None)
+        else:
             if pid:
-                code = None if status is None else os.waitstatus_to_exitcode(status)
-                self._exit_text = describe_exit(code)
-            elif monotonic() >= until:
-                return False
-            else:
-                threading.Event().wait(POLL_INTERVAL)
-        return True
+                self._exit_text = describe_exit(os.waitstatus_to_exitcode(status))
 
     @property
     def has_ended_itself(self) -> bool:
@@ -133,25 +131,21 @@ def launch_host(
     *,
     module: str = "fast_batcher._host.main",
 ) -> HostProcess:
-    """Start a host process."""
     socket_id = identify_socket(Path(listener.getsockname())) or ""
     with _duplicated_stderr() as stderr, contextlib.ExitStack() as on_failure:
         output = on_failure.enter_context(FileIO(make_memory_file(0)))
-        popen = subprocess.Popen(
+        pid = launch(
             [
                 *_interpreter(),
                 *("-c", _PROGRAM, os.fspath(_PACKAGE_FILE), module),
                 *(str(listener.fileno()), str(stderr), socket_id, *arguments),
             ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            close_fds=True,
-            pass_fds=(listener.fileno(), stderr),
-            start_new_session=True,
+            passed=(listener.fileno(), stderr),
+            streams=(subprocess.DEVNULL, output, output),
+            in_own_session=True,
         )
         on_failure.pop_all()
-    return HostProcess(popen, output)
+    return HostProcess(pid, output)
 
 
 def _interpreter() -> list[str]:

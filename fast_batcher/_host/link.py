@@ -242,7 +242,7 @@ class HostLink:
         """Join after a delay."""
         self._join_timer = self._loop.call_later(seconds, self.join, context=Context())
 
-    def send(self, kind: Kind, body: bytes = b"") -> None:
+    def send(self, kind: int, body: bytes = b"") -> None:
         """Send a frame without waiting; without a host it is dropped."""
         if self._channel is not None:
             self._channel.send(kind, 0, body)

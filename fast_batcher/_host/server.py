@@ -35,7 +35,7 @@ from fast_batcher._host.protocol import (
 )
 from fast_batcher._host.rendezvous import check_peer
 from fast_batcher._host.tenant import HostAccess, Tenant
-from fast_batcher._parent.worker_process import Exit, WorkerLink
+from fast_batcher._parent.worker_process import Exit, WorkerProcess
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import Status
 from fast_batcher._session.outcomes import Ledger, set_exception
@@ -227,7 +227,7 @@ class ReportingSession(LocalSession):
             settle(request)
             set_exception(request, error)
 
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches."""
         super().worker_ready(worker, times)
         named = {path: read_state(path) for path in self._named_paths}

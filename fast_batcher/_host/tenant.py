@@ -9,7 +9,7 @@ import functools
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -26,11 +26,11 @@ from fast_batcher._host.protocol import (
 )
 from fast_batcher._parent.sending import BatchSender, SenderEvents
 from fast_batcher._parent.staging import CopyState, MemoryService, StagedInput
-from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._session.outcomes import CostEvaluator
 from fast_batcher._session.session import OutcomeReader, ValueAccess
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
+from fast_batcher._transport.channels import Frame, Kind, LoopChannel
 from fast_batcher._transport.pickling import SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, UnsendableValueError
 from fast_batcher.settings import Settings
@@ -111,16 +111,11 @@ class HostSender(BatchSender):
         for request in batch.requests:
             if request.staged is not None:
                 request.staged.release()
-        link = self._links[batch.worker]
+        worker = self._workers[batch.worker]
         waiting = {id(one) for one in absent}
-        send = functools.partial(self._fill, batch, link, link.reserve())
+        send = functools.partial(self._fill_in_band, worker, worker.reserve(), batch)
         for value in absent:
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
-
-    def _fill(self, batch: Batch, link: WorkerLink, reservation: Reservation) -> None:
-        frames: list[tuple[Kind, int, bytes]] = []
-        self._send_late(batch, lambda *frame: frames.append(frame))
-        link.fill(reservation, frames)
 
 
 def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> None:
@@ -155,10 +150,15 @@ class HostAccess(ValueAccess):
         return MemoryService(loop, MAX_RANGES * self._range_size, name)
 
     def make_sender(
-        self, settings: Settings, memory: MemoryService, events: SenderEvents, name: str
+        self,
+        settings: Settings,
+        memory: MemoryService,
+        workers: Mapping[int, WorkerProcess],
+        events: SenderEvents,
+        name: str,
     ) -> BatchSender:
         """Make a sender of pickles."""
-        return HostSender(settings, memory, events, name, OpaquePickler())
+        return HostSender(settings, memory, workers, events, name, OpaquePickler())
 
     def make_evaluator(
         self, settings: Settings, name: str, methods: Sequence[Method]
@@ -405,12 +405,12 @@ class Tenant:
         """Whether the process does not read, perhaps because it is stopped: it gets no news."""
         return self._channel.backlog >= MOST_NEWS
 
-    def send(self, kind: Kind, body: bytes = b"", number: int = 0) -> None:
+    def send(self, kind: int, body: bytes = b"", number: int = 0) -> None:
         """Send a frame without waiting; dropped if the process is gone."""
         if not self.is_gone:
             self._channel.send(kind, number, body)
 
-    def tell(self, kind: Kind, body: bytes) -> None:
+    def tell(self, kind: int, body: bytes) -> None:
         """Send news that the process may miss: states, events and log records."""
         if not self.is_stalled:
             self.send(kind, body)

@@ -1,9 +1,9 @@
-"""Management of worker processes in the API process: start, watch, replace, end, and send to them.
+"""Management of worker processes in their parent: start, watch, replace, end, and send to them.
 
-    API process                                                   worker process
+    parent process                                                worker process
     event loop's thread                                           main thread
       pool -> worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.loop
-    starter thread (pool)                                         watcher thread
+    spawner thread (pool)                                         watcher thread
       starts the processes                                          ends it when the parent is dead
     copier thread (staging)
       copies large inputs and outputs into and out of shared memory

@@ -1,25 +1,28 @@
 """Pool: starts, watches, recycles, reloads, replaces and ends the workers of one batcher.
 
-    Pool       one per session: the workers, their heartbeat and their replacement
+    Pool       one per session: the records of its workers (`WorkerProcess`), by id
     Replica    one worker, over the processes that follow each other
     Reloading  a reload that runs: `_core/supervision.py` decides about its order
-    Starter    starts the processes on a thread, and enforces `start_timeout`
 
-API process or host. Everything runs on the event loop's thread, except `WorkerHandle.spawn`, which
-the starter's thread runs, `stop`, which may run on any thread once the loop is closed, and the end
-of the interpreter (see `ending`). The pool does not know batches: its listener decides what the
-loss of a worker means for requests.
+Parent process. Everything runs on the event loop's thread, except `WorkerProcess.spawn`, which the
+spawner thread runs, `stop`, which may run on any thread once the loop is closed, and the end of the
+interpreter: that is the main thread, and pools whose event loop runs on another thread are ended by
+that thread. The pool does not know batches: its listener decides what the loss of a worker means
+for requests.
 """
 
 import asyncio
+import atexit
 import functools
 import itertools
 import logging
 import os
+import select
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fast_batcher._core.supervision import (
     HEARTBEAT_INTERVAL,
@@ -31,18 +34,11 @@ from fast_batcher._core.supervision import (
 )
 from fast_batcher._devices import Placement, place_workers
 from fast_batcher._observers import Observers
-from fast_batcher._parent.ending import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
 from fast_batcher._parent.staging import JobThread, MemoryService
-from fast_batcher._parent.worker_process import (
-    Exit,
-    PoolEvents,
-    WorkerHandle,
-    WorkerProcess,
-    WorkerState,
-)
+from fast_batcher._parent.worker_process import Exit, WorkerProcess, WorkerState
 from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.inputs import Slabs
-from fast_batcher._transport.channels import Kind
+from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher.errors import BatcherClosedError, ConfigurationError, WorkerStartupError
 from fast_batcher.model import ModelSpec, is_main_importable
 from fast_batcher.observing import WorkerChange, WorkerChanged
@@ -53,42 +49,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fast_batcher")
 
-
-class WorkerLog:
-    """The changes of the workers of one pool."""
-
-    def __init__(self, name: str, observers: Observers) -> None:
-        self._name = name
-        self._observers = observers
-
-    def started(self, worker: WorkerHandle) -> None:
-        """Note that a worker has a process."""
-        self._tell(worker, "started")
-
-    def ready(self, worker: WorkerHandle) -> None:
-        """Note that a worker has loaded its model."""
-        logger.info("%s is ready", worker.title)
-        self._tell(worker, "ready")
-
-    def recycled(self, worker: WorkerHandle) -> None:
-        """Note that another worker has taken the place of one that was due."""
-        logger.info("%s is recycled", worker.title)
-        self._tell(worker, "recycled")
-
-    def lost(self, worker: WorkerHandle, exit: Exit, *, is_replaced: bool) -> None:
-        """Note that a worker that was ready is dead."""
-        if is_replaced:
-            # The log already says why the parent has ended it.
-            level = logging.INFO if exit.is_ours else logging.WARNING
-            logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
-        self._tell(worker, "lost", exit.text)
-
-    def _tell(self, worker: WorkerHandle, change: WorkerChange, exit_text: str = "") -> None:
-        if self._observers.active:
-            event = WorkerChanged(self._name, worker.index, change, worker.pid, exit_text)
-            self._observers.tell(event)
-
-
+# Seconds between SIGTERM and SIGKILL: enough for a handler of the model to run. With the default
+# stop_timeout of 2 s a program that forgot to stop exits within 3 s.
+TERMINATE_GRACE = 0.5
+# Seconds after SIGKILL. A killed process is gone within milliseconds; a process in an
+# uninterruptible system call (a driver, a network file system) may stay for ever.
+KILL_GRACE = 5.0
+# Signals to workers that have not ended by themselves, and the seconds to wait after each.
+LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
+# Seconds, at the end of the interpreter: a loop that has not ended its pools by then is blocked.
+# Together with the steps before, a program that forgot to stop still exits within 3 s.
+LOOP_GRACE = 0.5
+# Heartbeats (a minute) after which shared memory that no batch has used is returned to the system.
+# Getting it again costs some milliseconds per batch of images, which is little once a minute.
+BEATS_TO_KEEP_MEMORY = 12
 # Remedy in the error of a worker that may have ended because it imported the program.
 MAIN_GUARD = (
     ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
@@ -96,74 +70,29 @@ MAIN_GUARD = (
 )
 
 
-class Starter:
-    """Starts the workers of one pool."""
+class PoolEvents(Protocol):
+    """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
 
-    def __init__(
-        self,
-        thread: JobThread,
-        timeout: float,
-        live: LiveWorkers,
-        start_failed: Callable[[WorkerHandle, WorkerStartupError], None],
-        log: WorkerLog,
-    ) -> None:
-        self._thread = thread
-        self._timeout = timeout
-        self._live = live
-        self._start_failed = start_failed
-        self._log = log
+    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]], /) -> None:
+        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
 
-    def start(self, worker: WorkerHandle) -> None:
-        """Start a worker, which reports its readiness to the pool."""
-        self.limit(worker)
-        self._thread.run(worker.spawn, functools.partial(self._finish_spawn, worker))
-        self._live.add(worker)
+    def worker_retired(self, worker_id: int, /) -> None:
+        """Give a worker no more batches: another has taken its place."""
 
-    def limit(self, worker: WorkerHandle) -> None:
-        """Give a worker that loads its model `timeout` seconds from now on."""
-        loop = asyncio.get_running_loop()
-        worker.set_timer(loop.call_later(self._timeout, self._time_out, worker, context=Context()))
+    def worker_lost(self, worker_id: int, exit: Exit, /) -> None:
+        """Handle the death of a worker that was ready."""
 
-    def _finish_spawn(self, worker: WorkerHandle, error: BaseException | None) -> None:
-        if error is not None:
-            startup_error = WorkerStartupError(
-                f"worker {worker.index} could not be started: {error!r}"
-            )
-            startup_error.__cause__ = error
-            self._start_failed(worker, startup_error)
-            self._live.discard(worker)
-        elif worker.is_alive:  # otherwise the pool was stopped meanwhile
-            worker.attach(asyncio.get_running_loop())
-            self._log.started(worker)
-            if worker.state is WorkerState.ENDING:
-                worker.kill()  # `kill` was called before the process existed
-            else:
-                self.limit(worker)
+    def worker_failed_to_start(self, worker_id: int, error: WorkerStartupError, /) -> None:
+        """Handle a worker that died or was ended before it was ready."""
 
-    def _time_out(self, worker: WorkerHandle) -> None:
-        was_attached = worker.is_attached
-        self._thread.take_outcomes()
-        if worker.is_attached and not was_attached:
-            # The loop was blocked since the spawn, and has sent the model only now.
-            return
-        if worker.is_attached:
-            worker.read_all()  # READY may have arrived in time, while the loop was blocked
-        if worker.state is not WorkerState.LOADING:
-            return
-        error = WorkerStartupError(
-            f"worker {worker.index} did not load its model within start_timeout="
-            f"{self._timeout} seconds and was ended; raise start_timeout if the model needs longer"
-        )
-        self._start_failed(worker, error)
+    def workers_given_up(self, reason: str, seconds: float, /) -> None:
+        """Handle that no worker is left, and that the next is started after `seconds`."""
 
+    def frame_arrived(self, worker_id: int, frame: Frame, /) -> None:
+        """Handle a frame of a ready worker; raises if the frame breaks the protocol."""
 
-def make_early_exit_error(worker: WorkerHandle, exit: Exit) -> WorkerStartupError:
-    """Make the error of a worker that has died before it was ready."""
-    hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
-    return WorkerStartupError(
-        f"worker {worker.index} ended with {exit.text} before it had loaded "
-        f"{worker.model_spec.name}; its output on stderr may tell why{hint}"
-    )
+    def idle_workers(self) -> list[int]:
+        """Return the ids of the ready workers that have no batch."""
 
 
 class Replica:
@@ -180,24 +109,15 @@ class Replica:
         # Ids for the processes of this replica; no two processes of a pool share an id.
         self.ids = itertools.count(index, settings.num_workers)
         # None while the replica waits for a restart.
-        self.worker: WorkerHandle | None = None
+        self.worker: WorkerProcess | None = None
         # A process that loads its model while the worker that it will replace still serves.
-        self.successor: WorkerHandle | None = None
+        self.successor: WorkerProcess | None = None
         self.restart_timer: TimerHandle | None = None
         self.restarts = Restarts(
             settings.max_restarts, settings.restart_window, settings.restart_backoff
         )
         # The restart budget is spent, and no worker has been ready since.
         self.is_given_up = False
-
-
-def make_replicas(model_spec: ModelSpec, settings: Settings) -> list[Replica]:
-    """Make the replicas of a pool, each with its device."""
-    placements = place_workers(settings.devices, settings.num_workers, os.environ)
-    return [
-        Replica(index, model_spec, settings, placement)
-        for index, placement in enumerate(placements)
-    ]
 
 
 class Reloading:
@@ -225,17 +145,17 @@ class Reloading:
         worker = None if index is None else self._replicas[index].worker
         return worker is not None and worker.id == worker_id and self._is_next(worker)
 
-    def _is_next(self, worker: WorkerHandle) -> bool:
+    def _is_next(self, worker: WorkerProcess) -> bool:
         return worker.index == self._reload.current and worker.model_spec is self._target
 
-    def worker_ready(self, worker: WorkerHandle) -> None:
+    def worker_ready(self, worker: WorkerProcess) -> None:
         """Note that a worker is ready; its replica has it as its worker."""
         if worker.index == self._reload.current:
             if self._is_next(worker):
                 self._reload.replaced()
             self._advance()
 
-    def start_failed(self, worker: WorkerHandle, error: BaseException) -> None:
+    def start_failed(self, worker: WorkerProcess, error: BaseException) -> None:
         """Go back if a worker with the new model could not load it."""
         if not self._is_next(worker):
             return
@@ -279,11 +199,6 @@ class Reloading:
             self.done.set_exception(self._error)
 
 
-# Heartbeats (a minute) after which shared memory that no batch has used is returned to the system.
-# Getting it again costs some milliseconds per batch of images, which is little once a minute.
-BEATS_TO_KEEP_MEMORY = 12
-
-
 class Pool:
     """The `num_workers` workers of a batcher, on one event loop at a time.
 
@@ -302,23 +217,22 @@ class Pool:
         self._settings = settings
         self._events = events
         self._memory = memory
-        self._log = WorkerLog(name, observers)
+        self._observers = observers
         self._name, self.stop_timeout = name, settings.stop_timeout
         self.loop = asyncio.get_running_loop()
         # True once no further worker is started.
         self.is_closing = False
 
-        self._replicas = make_replicas(model_spec, settings)
-        # Every worker that is being started or has a process.
-        self.live = LiveWorkers()
-        self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
-        self._starter = Starter(
-            self._thread, settings.start_timeout, self.live, self.start_failed, self._log
-        )
-        # Workers by id, from READY to their death.
-        self._serving: dict[int, WorkerHandle] = {}
-        # Replaced workers that finish their batches, and then end.
-        self._retired: set[WorkerHandle] = set()
+        placements = place_workers(settings.devices, settings.num_workers, os.environ)
+        self._replicas = [
+            Replica(index, model_spec, settings, placement)
+            for index, placement in enumerate(placements)
+        ]
+        # The record of every worker that is being started or has a process, by id.
+        self.workers: dict[int, WorkerProcess] = {}
+        # Done when no worker is left; None while nothing waits for it.
+        self._all_dead: asyncio.Future[None] | None = None
+        self._spawner = JobThread(self.loop, f"fast_batcher-spawner-{name}")
 
         self._recycling = Recycling(settings.max_batches_per_worker, settings.max_rss_bytes)
         # Whether `batch_answered` is to be called.
@@ -334,7 +248,7 @@ class Pool:
 
     def open(self) -> None:
         """Start every worker; the listener is told when they are ready or fail."""
-        note_open(self)
+        _open_pools.add(self)
         for replica in self._replicas:
             self._start(replica)
         self._heartbeat_timer = self.loop.call_later(
@@ -345,45 +259,52 @@ class Pool:
         """Continue on another event loop; the previous loop is closed, and its timers with it."""
         self._cancel_timers()
         self.loop = loop
-        for worker in self.live.remaining():
+        for worker in self.alive():
             if worker.is_attached:
                 worker.attach(loop)
-            if worker.state is WorkerState.ENDING or worker in self._retired:
+            if worker.state is WorkerState.ENDING or worker.is_retired:
                 worker.kill()
-        self._thread.rebind(loop)
+        self._spawner.rebind(loop)
         self._memory.rebind(loop)
         for replica in self._replicas:
             # A replica with a timer has just lost its worker, in `attach` above.
             if replica.worker is None and replica.restart_timer is None:
                 self._start(replica)
-        for worker in self.live:
+        for worker in [*self.workers.values()]:
             if worker.state is WorkerState.LOADING:
-                self._starter.limit(worker)
+                self._limit_start(worker)
         self._heartbeat_timer = loop.call_later(HEARTBEAT_INTERVAL, self._beat, context=Context())
+
+    def alive(self) -> list[WorkerProcess]:
+        """Return the workers that have a process."""
+        return [worker for worker in [*self.workers.values()] if worker.is_alive]
+
+    def _serving(self) -> list[WorkerProcess]:
+        return [worker for worker in [*self.workers.values()] if worker.is_serving]
 
     # Called by the listener.
 
     def replace(self, worker_id: int) -> None:
         """End a worker whose batch takes too long: SIGTERM, then SIGKILL, then another worker."""
-        worker = self._serving[worker_id]
+        worker = self.workers[worker_id]
         worker.ignore()
         worker.signal(signal.SIGTERM)
         worker.set_timer(self.loop.call_later(TERMINATE_GRACE, worker.kill, context=Context()))
 
     def kill(self, worker_id: int) -> None:
         """Kill a worker that cannot use its device any more; another takes its place."""
-        self._serving[worker_id].kill()
+        self.workers[worker_id].kill()
 
     def kill_on_protocol_error(self, worker_id: int, error: Exception) -> None:
         """Kill a worker that broke the protocol, unless it is dead already."""
-        worker = self._serving.get(worker_id)
+        worker = self.workers.get(worker_id)
         if worker is not None:
             worker.kill_on_protocol_error(error)
 
     def batch_answered(self, worker_id: int) -> None:
         """Count an answered batch; start a successor if the worker is due to be recycled."""
-        worker = self._serving.get(worker_id)
-        if worker is None:
+        worker = self.workers.get(worker_id)
+        if worker is None:  # an observer has ended the pool
             return
         worker.batches += 1
         rss_bytes = 0 if self._settings.max_rss_bytes is None else worker.rss_bytes
@@ -398,48 +319,50 @@ class Pool:
                 self._settings.max_rss_bytes,
             )
         # One recycling at a time: the machine may have no room for two more copies of the model.
-        is_free = not (self._retired or self.reloading)
-        is_free = is_free and all(one.successor is None for one in self._replicas)
+        is_free = (
+            self.reloading is None
+            and not any(other.is_retired for other in self.workers.values())
+            and all(other.successor is None for other in self._replicas)
+        )
         replica = self._replicas[worker.index]
         if is_due and is_free and replica.worker is worker and monotonic() >= self._recycle_at:
             self._start(replica)
 
     def read_all(self) -> list[int]:
-        """Dispatch the frames that have arrived from the ready workers.
+        """Dispatch the frames that have arrived; return the workers of frames that arrived in part.
 
         Do not call it while a frame is being dispatched: the frame would be overwritten.
         """
-        return [worker.id for worker in [*self._serving.values()] if worker.read_all()]
+        return [worker.id for worker in self._serving() if worker.read_all()]
 
     def find_sending(self) -> list[tuple[int, int | None]]:
-        """Return the workers to which a batch is still being sent."""
-        workers = [*self._serving.values()]
-        return [(worker.id, worker.read_begun()) for worker in workers if worker.is_sending()]
+        """Return the workers to which a batch is being sent, each with the batch it began last."""
+        workers = [worker for worker in self._serving() if worker.is_sending()]
+        return [(worker.id, worker.read_begun()) for worker in workers]
 
     # Called by the workers.
 
-    def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+    def worker_loaded(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
         """Put a ready worker into service; if it is a successor, retire its predecessor."""
         replica = self._replicas[worker.index]
         worker.set_timer(None)
-        self._serving[worker.id] = worker
+        worker.is_serving = True
         replica.restarts.ready(monotonic())
         replica.is_given_up = False
-        self._log.ready(worker)
-        if worker is not replica.successor:
-            self._events.worker_ready(worker, times)
-            if self.reloading is not None:
-                self.reloading.worker_ready(worker)
-            return
-        before, replica.worker, replica.successor = replica.worker, worker, None
-        # In this order, so that there is a ready worker at every moment.
+        logger.info("%s is ready", worker.title)
+        self._tell(worker, "ready")
+        before = None
+        if worker is replica.successor:
+            before, replica.worker, replica.successor = replica.worker, worker, None
+            assert before is not None, "a replica has a successor only while it has a worker"
+        # Before the retirement, so that there is a ready worker at every moment.
         self._events.worker_ready(worker, times)
-        assert before is not None, "a replica has a successor only while it has a worker"
-        self._retire(before)
+        if before is not None:
+            self._retire(before)
         if self.reloading is not None:
             self.reloading.worker_ready(worker)
 
-    def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
+    def start_failed(self, worker: WorkerProcess, error: WorkerStartupError) -> None:
         """Kill a worker that could not be started or load its model, and schedule a restart."""
         replica = self._replicas[worker.index]
         if worker not in (replica.worker, replica.successor):
@@ -462,28 +385,46 @@ class Pool:
             self._events.worker_failed_to_start(worker.id, error)
             self._restart_later(replica)
 
-    def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
+    def worker_exited(self, worker: WorkerProcess, exit: Exit) -> None:
         """Remove a dead worker, report its loss, and schedule its replacement."""
-        self.live.discard(worker)
+        self._remove(worker)
         worker.set_timer(None)
         if worker.outbox is not None and worker.outbox.is_open:
             # It takes 80 ms per 200 MiB that were used.
             self._memory.run_in_thread(worker.outbox.close, lambda _: None)
+        if not worker.is_serving:
+            self.start_failed(worker, _make_early_exit_error(worker, exit))
+            return
+        worker.is_serving = False
         replica = self._replicas[worker.index]
-        if worker in self._retired:
-            self._retired.discard(worker)
-            self._lose(worker, exit)
-        elif worker.id in self._serving:
+        if not worker.is_retired:
             replica.worker = None
-            self._lose(worker, exit)
+        self.heartbeat.answered(worker.id)
+        if not (self.is_closing or exit.is_clean):
+            # The log already says why the parent has ended it.
+            level = logging.INFO if exit.is_ours else logging.WARNING
+            logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
+        self._tell(worker, "lost", exit.text)
+        self._events.worker_lost(worker.id, exit)
+        if not worker.is_retired:
             self._restart_later(replica)
-        else:
-            self.start_failed(worker, make_early_exit_error(worker, exit))
+
+    def _remove(self, worker: WorkerProcess) -> None:
+        """Remove the record of a worker that is dead, or could not be started."""
+        self.workers.pop(worker.id, None)
+        waiter = self._all_dead
+        if not (self.workers or waiter is None or waiter.done() or waiter.get_loop().is_closed()):
+            waiter.set_result(None)
+
+    def _tell(self, worker: WorkerProcess, change: WorkerChange, exit_text: str = "") -> None:
+        if self._observers.active:
+            event = WorkerChanged(self._name, worker.index, change, worker.pid, exit_text)
+            self._observers.tell(event)
 
     # Starting and replacing.
 
     async def reload(self, model_spec: ModelSpec) -> None:
-        """Replace the workers, one by one, by workers with another model."""
+        """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
         if self.reloading is not None:
             raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
         self.reloading = Reloading(self._replicas, model_spec, self._start, self._name)
@@ -512,11 +453,53 @@ class Pool:
             replica.worker = worker
         else:
             replica.successor = worker
-        self._starter.start(worker)
+        self._limit_start(worker)
+        self._spawner.run(worker.spawn, functools.partial(self._finish_spawn, worker))
+        self.workers[worker.id] = worker
 
-    def _retire(self, worker: WorkerHandle) -> None:
-        self._log.recycled(worker)
-        self._retired.add(worker)
+    def _limit_start(self, worker: WorkerProcess) -> None:
+        """Give a worker that loads its model `start_timeout` seconds from now on."""
+        seconds = self._settings.start_timeout
+        loop = asyncio.get_running_loop()
+        worker.set_timer(loop.call_later(seconds, self._time_out, worker, context=Context()))
+
+    def _finish_spawn(self, worker: WorkerProcess, error: BaseException | None) -> None:
+        if error is not None:
+            startup_error = WorkerStartupError(
+                f"worker {worker.index} could not be started: {error!r}"
+            )
+            startup_error.__cause__ = error
+            self.start_failed(worker, startup_error)
+            self._remove(worker)
+        elif worker.is_alive:  # otherwise the pool was stopped meanwhile
+            worker.attach(asyncio.get_running_loop())
+            self._tell(worker, "started")
+            if worker.state is WorkerState.ENDING:
+                worker.kill()  # `kill` was called before the process existed
+            else:
+                self._limit_start(worker)
+
+    def _time_out(self, worker: WorkerProcess) -> None:
+        was_attached = worker.is_attached
+        self._spawner.take_outcomes()
+        if worker.is_attached and not was_attached:
+            # The loop was blocked since the spawn, and has sent the model only now.
+            return
+        if worker.is_attached:
+            worker.read_all()  # READY may have arrived in time, while the loop was blocked
+        if worker.state is not WorkerState.LOADING:
+            return
+        seconds = self._settings.start_timeout
+        error = WorkerStartupError(
+            f"worker {worker.index} did not load its model within start_timeout={seconds} seconds "
+            "and was ended; raise start_timeout if the model needs longer"
+        )
+        self.start_failed(worker, error)
+
+    def _retire(self, worker: WorkerProcess) -> None:
+        logger.info("%s is recycled", worker.title)
+        self._tell(worker, "recycled")
+        worker.is_retired = True
         self._events.worker_retired(worker.id)
         if worker.state is WorkerState.ENDING:  # it hangs, and is being ended already
             return
@@ -524,19 +507,13 @@ class Pool:
         worker.ask_to_end()
         self._watch_retired(worker)
 
-    def _watch_retired(self, worker: WorkerHandle) -> None:
+    def _watch_retired(self, worker: WorkerProcess) -> None:
         """End a retired worker that is idle and has not ended within `stop_timeout`."""
         if worker.id in self._events.idle_workers():
             then = functools.partial(self.replace, worker.id)
         else:
             then = functools.partial(self._watch_retired, worker)
         worker.set_timer(self.loop.call_later(self._settings.stop_timeout, then, context=Context()))
-
-    def _lose(self, worker: WorkerHandle, exit: Exit) -> None:
-        del self._serving[worker.id]
-        self.heartbeat.answered(worker.id)
-        self._log.lost(worker, exit, is_replaced=not (self.is_closing or exit.is_clean))
-        self._events.worker_lost(worker.id, exit)
 
     def _restart_later(self, replica: Replica) -> None:
         # The listener may have ended the pool when it was told of the loss.
@@ -554,15 +531,16 @@ class Pool:
         if is_given_up:
             logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
             replica.is_given_up = True
-        if all(one.is_given_up for one in self._replicas):
-            next_try = min(one.restart_timer.when() for one in self._replicas if one.restart_timer)
+        if all(other.is_given_up for other in self._replicas):
+            timers = [other.restart_timer for other in self._replicas]
+            next_try = min(timer.when() for timer in timers if timer is not None)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
 
     def _beat(self) -> None:
         """Ping the idle workers, and replace the workers that have not answered the last ping."""
         # The answers to the last pings may have arrived while the loop was blocked.
         self.read_all()
-        serving = self._serving
+        serving = {worker.id: worker for worker in self._serving()}
         # Workers that were asked to end read no further frames.
         idle = [
             worker_id
@@ -590,7 +568,7 @@ class Pool:
         """Kill every worker without waiting, and start no more."""
         self.is_closing = True
         self._cancel_timers()
-        for worker in self.live:
+        for worker in [*self.workers.values()]:
             worker.kill()
 
     async def aclose(self) -> None:
@@ -598,11 +576,30 @@ class Pool:
         self.is_closing = True
         self._cancel_timers()
         try:
-            await self.live.end(self.stop_timeout)
+            await self._end_workers()
             await self._memory.aclose()
         finally:
             # If the wait was cancelled, workers may be left, which are killed now.
             self.stop(0.0)
+
+    async def _end_workers(self) -> None:
+        for worker in [*self.workers.values()]:
+            if worker.state is WorkerState.LOADING:
+                worker.kill()  # it has no batch to finish
+            else:
+                worker.ask_to_end()
+        await self._wait_until_dead(self.stop_timeout)
+        for number, grace in LAST_STEPS:
+            for worker in [*self.workers.values()]:
+                worker.ignore()
+                worker.signal(number)
+            await self._wait_until_dead(grace)
+
+    async def _wait_until_dead(self, seconds: float) -> None:
+        if self.workers:
+            if self._all_dead is None or self._all_dead.done():
+                self._all_dead = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._all_dead], timeout=seconds)
 
     def stop(self, grace: float) -> None:
         """End without an event loop: wait `grace` seconds for the workers, then terminate them."""
@@ -612,24 +609,23 @@ class Pool:
         """Start no more workers, send no more frames, and close the pipes of the workers."""
         self.is_closing = True
         self._cancel_timers()
-        self._thread.hold()
+        self._spawner.hold()
         # Before the outboxes of the workers, which the copier thread reads.
         self._memory.close()
         # New requests wait in the queue instead of being sent to a worker that is ending.
-        for worker_id in self._serving:
-            self._events.worker_retired(worker_id)
-        for worker in self.live:
+        for worker in self._serving():
+            self._events.worker_retired(worker.id)
+        for worker in [*self.workers.values()]:
             worker.disconnect()
 
     def finish_end(self) -> None:
         """Remove the workers, which are dead, and end the threads."""
         for replica in self._replicas:
             replica.worker = replica.successor = None
-        self._retired.clear()
-        self._serving.clear()
-        self._thread.stop()
-        # Wakes an `aclose` that waits.
-        self.live.discard(*self.live)
+        self._spawner.stop()
+        for worker in [*self.workers.values()]:
+            worker.is_serving = False
+            self._remove(worker)  # the last wakes an `aclose` that waits
 
     def _cancel_timers(self) -> None:
         """Cancel the restarts and the heartbeat; if the pool ends, the reload, too."""
@@ -641,5 +637,98 @@ class Pool:
                 replica.restart_timer = None
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
-        for worker in self.live:
+        for worker in [*self.workers.values()]:
             worker.set_timer(None)
+
+
+def _make_early_exit_error(worker: WorkerProcess, exit: Exit) -> WorkerStartupError:
+    """Make the error of a worker that has died before it was ready."""
+    hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
+    return WorkerStartupError(
+        f"worker {worker.index} ended with {exit.text} before it had loaded "
+        f"{worker.model_spec.name}; its output on stderr may tell why{hint}"
+    )
+
+
+# Pools that have not been ended. The references keep a pool whose batcher was dropped: it still has
+# workers.
+_open_pools: set[Pool] = set()
+# In a forked copy of the process the workers are children of another.
+os.register_at_fork(after_in_child=_open_pools.clear)
+
+
+def end_pools(pools: list[Pool], grace: float) -> None:
+    """End these pools together: close the pipes, SIGTERM, SIGKILL. Blocks."""
+    for pool in pools:
+        pool.begin_end()
+    if grace:
+        _reap_dead(pools, grace)
+    for number, seconds in LAST_STEPS if grace else LAST_STEPS[-1:]:
+        for pool in pools:
+            for worker in pool.alive():
+                worker.signal(number)
+        _reap_dead(pools, seconds)
+    for pool in pools:
+        pool.finish_end()
+        _open_pools.discard(pool)
+
+
+def _reap_dead(pools: list[Pool], seconds: float) -> None:
+    """Reap the workers that die within `seconds`; return at once when all are dead."""
+    deadline = monotonic() + seconds
+    poller = select.poll()
+    waiting = {worker.death_fd: worker for pool in pools for worker in pool.alive()}
+    for fd in waiting:
+        poller.register(fd, select.POLLIN)
+    while waiting:
+        ready = poller.poll(max(0.0, deadline - monotonic()) * 1000)
+        if not ready:
+            return
+        for fd, _ in ready:
+            poller.unregister(fd)
+            worker = waiting.pop(fd)
+            worker.reap()
+            if worker.outbox is not None:
+                worker.outbox.close()
+
+
+@atexit.register
+def end_forgotten_pools() -> None:
+    """End every pool that this process has opened and not ended."""
+    pools = list(_open_pools)
+    grace = max((pool.stop_timeout for pool in pools), default=0.0)
+    # Loops that still run here do so on daemon threads.
+    running = {pool.loop for pool in pools if pool.loop.is_running()}
+    endings = [
+        _end_on_loop(loop, [pool for pool in pools if pool.loop is loop], grace) for loop in running
+    ]
+    end_pools([pool for pool in pools if pool.loop not in running], grace)
+    deadline = monotonic() + grace + TERMINATE_GRACE + LOOP_GRACE
+    for has_ended in endings:
+        has_ended.wait(max(0.0, deadline - monotonic()))
+    for pool in list(_open_pools):  # its loop is blocked, or has just stopped
+        pool.is_closing = True
+        for worker in pool.alive():
+            worker.signal(signal.SIGKILL)
+
+
+def _end_on_loop(
+    loop: asyncio.AbstractEventLoop, pools: list[Pool], grace: float
+) -> threading.Event:
+    """End pools on the thread of their event loop; return an event that is set afterwards.
+
+    If this thread ended them, both threads would release a worker that has just died.
+    """
+    has_ended = threading.Event()
+
+    def end() -> None:
+        try:
+            end_pools(pools, grace)
+        finally:
+            has_ended.set()
+
+    try:
+        loop.call_soon_threadsafe(end, context=Context())
+    except RuntimeError:  # the loop has just been closed
+        has_ended.set()
+    return has_ended

@@ -1,15 +1,15 @@
 """Sending of batches to workers: one frame, several, or shared memory. Parent, event loop's thread.
 
 A batch is usually one frame. The other paths in this module serve a batch with an input that cannot
-be pickled, a batch larger than a frame, and large inputs, which `SharedInputSender` copies into
-shared memory. The sender does not choose batches, which the scheduler does, and does not read
+be pickled, a batch larger than a frame, and large inputs, which go through memory that is shared
+with the workers. The sender does not choose batches, which the scheduler does, and does not read
 answers, which `Answers` does.
 """
 
 import functools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fast_batcher._core.values import Batch, Request, most_batches
@@ -20,7 +20,7 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
-from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
 from fast_batcher._transport import pickling
@@ -43,209 +43,13 @@ from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-# On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_ROWS = Kind.ROWS
-
-Send = Callable[[Kind, int, bytes], None]
-# Sends a batch once its inputs are copied; the argument says whether a copy has failed.
-Fill = Callable[[bool], None]
-
-
-class SharedInputSender:
-    """Sends batches through the memory that is shared with the workers, and keeps the leases."""
-
-    def __init__(
-        self,
-        memory: MemoryService,
-        settings: Settings,
-        send_in_band: Callable[[Batch, Send], None],
-        name: str,
-    ) -> None:
-        self._memory = memory
-        self._send_in_band = send_in_band
-        self._name = name
-        self._has_warned = False
-        # By ready worker and batch id: the slabs of batches that the worker may still view.
-        self._leases: dict[int, dict[int, list[Slab]]] = {}
-        # Batches that a worker may have; all workers have the same model.
-        self._most_batches = most_batches(stages=1)
-        self.arena = InputArena(memory, settings, self._warn)
-
-    def add_worker(self, link: WorkerLink) -> None:
-        """Add a worker that is ready."""
-        self._leases[link.id] = {}
-        self._most_batches = most_batches(link.stages)
-
-    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """Remove a dead worker, and end its leases."""
-        for batch_id, leased in self._leases.pop(worker_id, {}).items():
-            if inherited is not None and batch_id <= inherited:
-                for slab in leased:
-                    slab.leak()
-
-    def is_available(self) -> bool:
-        """Return whether there is shared memory; warn once if it could not be made."""
-        slabs = self._memory.slabs
-        if isinstance(slabs, OSError):
-            self._warn(slabs)
-        return isinstance(slabs, Slabs)
-
-    def send_staged(self, batch: Batch, link: WorkerLink) -> bool:
-        """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
-        inputs: list[StagedInput] = []
-        leased: dict[Slab, None] = {}
-        for request in batch.requests:
-            staged: StagedInput | None = request.staged
-            slab = None if staged is None else staged.slab
-            if staged is None or slab is None:
-                return False
-            inputs.append(staged)
-            leased[slab] = None
-        frame = (_ROWS, batch.id, dumps(_name_runs(inputs)))
-        pending = [one for one in inputs if one.state is not CopyState.COPIED]
-        if pending:
-            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
-            for staged in pending:
-                staged.when_copied = functools.partial(_fill_if_copied, pending, fill)
-        else:
-            link.send(*frame)
-        # After the send, so that the worker wakes up meanwhile.
-        self._leases[link.id][batch.id] = [*leased]
-        for slab in leased:
-            self.arena.close_slab(slab)
-        for staged in inputs:
-            staged.release()
-        return True
-
-    def send(self, batch: Batch, pickled: OutOfBandPickle, link: WorkerLink) -> bool:
-        """Send a batch; if there is no room for it, return False and do nothing.
-
-        Call it only if `is_available` returned True.
-        """
-        slabs = self._memory.slabs
-        assert isinstance(slabs, Slabs), "the caller has asked"
-        whole = slabs.take(pickled.size)
-        if whole is None:
-            self._warn(self._describe_no_room(slabs, pickled.size))
-            return False
-        named = dumps((whole.start, whole.length, pickled.sizes, pickled.items))
-        frame = (Kind.SHARED_INPUTS, batch.id, named)
-        if pickled.size > MOST_AT_ONCE:
-            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
-            self._memory.run_in_thread(
-                functools.partial(_write_pickle, slabs, whole, pickled),
-                functools.partial(self._finish, slabs, whole, fill),
-            )
-        else:
-            try:
-                slabs.write(whole, pickled, releases_gil=False)
-            except OSError as error:
-                slabs.mark_uncommitted(whole)
-                self._warn(error)
-                return False
-            pickled.release()
-            link.send(*frame)
-        self._leases[link.id][batch.id] = [whole.slab]
-        return True
-
-    def free(self, worker_id: int, batch_ids: list[int]) -> None:
-        """End the leases of batches that a worker does not view any more."""
-        leases = self._leases.get(worker_id)
-        if leases is not None:
-            for batch_id in batch_ids:
-                del leases[batch_id]
-
-    def _finish(
-        self, slabs: Slabs, whole: Section, fill: Fill, error: BaseException | None
-    ) -> None:
-        """Send a batch after its copy on the copier thread. Loop's thread."""
-        if error is not None:
-            slabs.mark_uncommitted(whole)
-            self._warn(error)
-        fill(error is not None)
-
-    def _fill(
-        self,
-        link: WorkerLink,
-        reservation: Reservation,
-        batch: Batch,
-        frame: tuple[Kind, int, bytes],
-        has_failed: bool,
-    ) -> None:
-        """Send a batch at its reserved position; through the pipe if a copy has failed."""
-        if link.id not in self._leases:  # the worker has died, and its leases have ended
-            return
-        frames = [frame]
-        if has_failed:
-            self.free(link.id, [batch.id])
-            frames.clear()
-            self._send_in_band(batch, lambda *one: frames.append(one))
-        link.fill(reservation, frames)
-
-    def _describe_no_room(self, slabs: Slabs, size: int) -> str:
-        text = (
-            f"{size} bytes find no room, {slabs.taken_bytes} of max_shared_bytes={slabs.size} are "
-            "taken"
-        )
-        kept = max(
-            [len(leases) - self._most_batches for leases in self._leases.values()], default=0
-        )
-        if kept > 0:
-            text += (
-                "; the model, or a process that it has forked in infer, keeps views of the inputs "
-                f"of at least {kept} batches: keep copies (array.copy(), tensor.clone()) instead, "
-                "and fork in the constructor"
-            )
-        return text
-
-    def _warn(self, reason: BaseException | str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%s: large inputs go through a pipe, which is slower, while there is no shared "
-                "memory for them: %s",
-                self._name,
-                # As text: a record that is kept would keep the error's frames, and their slabs.
-                str(reason),
-            )
-
-
-def _fill_if_copied(pending: list[StagedInput], fill: Fill) -> None:
-    """Send a batch if none of its staged inputs is still being copied."""
-    states = {one.state for one in pending}
-    if CopyState.COPYING not in states:
-        fill(CopyState.FAILED in states)
-
-
-def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:
-    """Return layout, start and number of the inputs of each contiguous run."""
-    runs: list[tuple[bytes, int, int]] = []
-    layout, start, end, count = inputs[0].layout, inputs[0].start, inputs[0].start, 0
-    for one in inputs:
-        if one.start != end or one.layout != layout:
-            runs.append((layout, start, count))
-            layout, start, count = one.layout, one.start, 0
-        count += 1
-        end = one.end
-    runs.append((layout, start, count))
-    return runs
-
-
-def _write_pickle(slabs: Slabs, whole: Section, pickled: OutOfBandPickle) -> None:
-    """Copy a batch on the copier thread."""
-    try:
-        slabs.write(whole, pickled, releases_gil=True)
-    finally:
-        # Released here, not with the last reference, because the inputs are locked until then.
-        pickled.release()
-
-
-# On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_INPUT_ATOMS = Kind.INPUT_ATOMS
-_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 # An `attrgetter` instead of a Python function, which would cost a lone request about 5 us
 # (docs/decisions/0008).
 _value_of = operator.attrgetter("value")
+
+Send = Callable[[int, int, bytes], None]
+# Sends a batch once its inputs are copied; the argument says whether a copy has failed.
+Fill = Callable[[bool], None]
 
 
 class SenderEvents(Protocol):
@@ -270,58 +74,54 @@ class InputPickler(Protocol):
 
 
 class BatchSender:
-    """Sends batches to ready workers, and ends their leases on shared inputs."""
+    """Sends batches to ready workers, and keeps the leases on shared inputs."""
 
     def __init__(
         self,
         settings: Settings,
         memory: MemoryService,
+        workers: Mapping[int, WorkerProcess],
         events: SenderEvents,
         name: str,
         pickler: InputPickler | None = None,
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
-        self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
-        # Copies large inputs into shared memory on arrival.
-        self.arena = self._shared_inputs.arena
+        self._memory = memory
+        # The pool's records of workers, by id.
+        self._workers = workers
         self._events = events
-        # The ready workers by id.
-        self._links: dict[int, WorkerLink] = {}
+        self._name = name
+        self._has_warned = False
+        # Copies large inputs into shared memory on arrival.
+        self.arena = InputArena(memory, settings, self._warn)
         self._pickler: InputPickler = pickler or make_pickler(settings)
         self._watch = PicklingWatch(name)
-
-    def add_worker(self, link: WorkerLink) -> None:
-        """Add a worker that is ready."""
-        self._links[link.id] = link
-        self._shared_inputs.add_worker(link)
-
-    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """Remove a dead worker, and end its leases."""
-        self._links.pop(worker_id, None)
-        self._shared_inputs.remove_worker(worker_id, inherited)
 
     def send(
         self, batch: Batch, contexts: Sequence[bytes] = ()
     ) -> list[tuple[Request, BatcherError]]:
-        """Send a batch to its worker."""
+        """Send a batch to its worker; return the requests whose input cannot be sent.
+
+        The caller removes these from the batch; the worker gets the others.
+        """
         requests = batch.requests
-        link = self._links[batch.worker]
+        worker = self._workers[batch.worker]
         if contexts:
-            link.send(Kind.CONTEXTS, batch.id, dumps(contexts))
+            worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
         group = requests[0].group
         if group is not None and group.method is not None:
-            link.send(Kind.METHOD, batch.id, group.method.name.encode())
-        if requests[0].staged is not None and self._shared_inputs.send_staged(batch, link):
+            worker.send(Kind.METHOD, batch.id, group.method.name.encode())
+        if requests[0].staged is not None and self._send_staged(batch, worker):
             return []
         values = [*map(_value_of, requests)]
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
-            link.send(_INPUT_ATOMS, batch.id, body)
+            worker.send(Kind.INPUT_ATOMS, batch.id, body)
             return []
-        return self._send_apart(batch, values, link)
+        return self._send_apart(batch, values, worker)
 
     def _send_apart(
-        self, batch: Batch, values: list[Any], link: WorkerLink
+        self, batch: Batch, values: list[Any], worker: WorkerProcess
     ) -> list[tuple[Request, BatcherError]]:
         """Pickle the inputs one by one, and send them through the pipe or shared memory."""
         for request in batch.requests:
@@ -330,7 +130,7 @@ class BatchSender:
         pickled: list[bytes] | OutOfBandPickle | None
         began_at = monotonic()
         try:
-            pickled = self._pickler.pickle(values, self._shared_inputs.is_available)
+            pickled = self._pickler.pickle(values, self._has_shared_memory)
         except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
             pickled = None
         self._watch.check(began_at)
@@ -338,21 +138,15 @@ class BatchSender:
             self.arena.enable()
             # The limit of a single output: a model may return its input.
             fits = pickling.fits(pickled.size, self._max_frame_bytes)
-            if fits and self._shared_inputs.send(batch, pickled, link):
+            if fits and self._send_shared(batch, pickled, worker):
                 return []
             pickled.release()
         elif pickled is not None:
             body = dumps(pickled)
             if len(body) <= self._max_frame_bytes:
-                link.send(Kind.INPUTS, batch.id, body)
+                worker.send(Kind.INPUTS, batch.id, body)
                 return []
-        return self._send_items(batch, link.send)
-
-    def _send_late(self, batch: Batch, send: Send) -> None:
-        """Send a batch through the pipe, because shared memory had no room for it."""
-        unsendable = self._send_items(batch, send)
-        if unsendable:
-            self._events.inputs_unsendable(batch, unsendable)
+        return self._send_items(batch, worker.send)
 
     def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
         """Send a batch through the pipe in one or more frames; return the unsendable requests."""
@@ -373,11 +167,168 @@ class BatchSender:
 
     def skip(self, batch: Batch) -> None:
         """Let the worker of a batch not compute it, unless it has begun."""
-        self._links[batch.worker].skip(batch.id)
+        self._workers[batch.worker].skip(batch.id)
 
     def free(self, worker_id: int, frame: Frame) -> None:
         """End the leases of the batches that a worker names in a FREED frame."""
-        self._shared_inputs.free(worker_id, loads(frame.body))
+        leases = self._workers[worker_id].leases
+        for batch_id in loads(frame.body):
+            del leases[batch_id]
+
+    # Shared memory.
+
+    def _has_shared_memory(self) -> bool:
+        """Return whether there is shared memory; warn once if it could not be made."""
+        slabs = self._memory.slabs
+        if isinstance(slabs, OSError):
+            self._warn(slabs)
+        return isinstance(slabs, Slabs)
+
+    def _send_staged(self, batch: Batch, worker: WorkerProcess) -> bool:
+        """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
+        inputs: list[StagedInput] = []
+        leased: dict[Slab, None] = {}
+        for request in batch.requests:
+            staged: StagedInput | None = request.staged
+            slab = None if staged is None else staged.slab
+            if staged is None or slab is None:
+                return False
+            inputs.append(staged)
+            leased[slab] = None
+        frame = (Kind.STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
+        pending = [staged for staged in inputs if staged.state is not CopyState.COPIED]
+        if pending:
+            fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
+            for staged in pending:
+                staged.when_copied = functools.partial(_fill_if_copied, pending, fill)
+        else:
+            worker.send(*frame)
+        # After the send, so that the worker wakes up meanwhile.
+        worker.leases[batch.id] = [*leased]
+        for slab in leased:
+            self.arena.close_slab(slab)
+        for staged in inputs:
+            staged.release()
+        return True
+
+    def _send_shared(self, batch: Batch, pickled: OutOfBandPickle, worker: WorkerProcess) -> bool:
+        """Send a batch; if there is no room for it, return False and do nothing."""
+        slabs = self._memory.slabs
+        assert isinstance(slabs, Slabs), "`_has_shared_memory` was True"
+        whole = slabs.take(pickled.size)
+        if whole is None:
+            self._warn(self._describe_no_room(slabs, pickled.size))
+            return False
+        named = dumps((whole.start, whole.length, pickled.sizes, pickled.items))
+        frame = (Kind.SHARED_INPUTS, batch.id, named)
+        if pickled.size > MOST_AT_ONCE:
+            fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
+            self._memory.run_in_thread(
+                functools.partial(_write_pickle, slabs, whole, pickled),
+                functools.partial(self._finish, slabs, whole, fill),
+            )
+        else:
+            try:
+                slabs.write(whole, pickled, releases_gil=False)
+            except OSError as error:
+                slabs.mark_uncommitted(whole)
+                self._warn(error)
+                return False
+            pickled.release()
+            worker.send(*frame)
+        worker.leases[batch.id] = [whole.slab]
+        return True
+
+    def _finish(
+        self, slabs: Slabs, whole: Section, fill: Fill, error: BaseException | None
+    ) -> None:
+        """Send a batch after its copy on the copier thread. Loop's thread."""
+        if error is not None:
+            slabs.mark_uncommitted(whole)
+            self._warn(error)
+        fill(error is not None)
+
+    def _fill(
+        self,
+        worker: WorkerProcess,
+        reservation: Reservation,
+        batch: Batch,
+        frame: tuple[int, int, bytes],
+        has_failed: bool,
+    ) -> None:
+        """Send a batch at its reserved position; through the pipe if a copy has failed."""
+        if not worker.is_alive:  # and its leases have ended
+            return
+        if has_failed:
+            del worker.leases[batch.id]
+            self._fill_in_band(worker, reservation, batch)
+        else:
+            worker.fill(reservation, [frame])
+
+    def _fill_in_band(self, worker: WorkerProcess, reservation: Reservation, batch: Batch) -> None:
+        """Send a batch through the pipe, at its reserved position."""
+        frames: list[tuple[int, int, bytes]] = []
+        unsendable = self._send_items(batch, lambda *frame: frames.append(frame))
+        if unsendable:
+            self._events.inputs_unsendable(batch, unsendable)
+        worker.fill(reservation, frames)
+
+    def _describe_no_room(self, slabs: Slabs, size: int) -> str:
+        text = (
+            f"{size} bytes find no room, {slabs.taken_bytes} of max_shared_bytes={slabs.size} are "
+            "taken"
+        )
+        kept = max(
+            len(worker.leases) - most_batches(worker.stages) for worker in self._workers.values()
+        )
+        if kept > 0:
+            text += (
+                "; the model, or a process that it has forked in infer, keeps views of the inputs "
+                f"of at least {kept} batches: keep copies (array.copy(), tensor.clone()) instead, "
+                "and fork in the constructor"
+            )
+        return text
+
+    def _warn(self, reason: BaseException | str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: large inputs go through a pipe, which is slower, while there is no shared "
+                "memory for them: %s",
+                self._name,
+                # As text: a record that is kept would keep the error's frames, and their slabs.
+                str(reason),
+            )
+
+
+def _fill_if_copied(pending: list[StagedInput], fill: Fill) -> None:
+    """Send a batch if none of its staged inputs is still being copied."""
+    states = {staged.state for staged in pending}
+    if CopyState.COPYING not in states:
+        fill(CopyState.FAILED in states)
+
+
+def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:
+    """Return layout, start and number of the inputs of each contiguous run."""
+    runs: list[tuple[bytes, int, int]] = []
+    layout, start, end, count = inputs[0].layout, inputs[0].start, inputs[0].start, 0
+    for staged in inputs:
+        if staged.start != end or staged.layout != layout:
+            runs.append((layout, start, count))
+            layout, start, count = staged.layout, staged.start, 0
+        count += 1
+        end = staged.end
+    runs.append((layout, start, count))
+    return runs
+
+
+def _write_pickle(slabs: Slabs, whole: Section, pickled: OutOfBandPickle) -> None:
+    """Copy a batch on the copier thread."""
+    try:
+        slabs.write(whole, pickled, releases_gil=True)
+    finally:
+        # Released here, not with the last reference, because the inputs are locked until then.
+        pickled.release()
 
 
 class PicklingWatch:

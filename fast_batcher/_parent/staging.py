@@ -310,7 +310,7 @@ class InputArena:
         self._copied = 0
 
     def stage(self, value: Any) -> StagedInput | None:
-        """Copy a value into shared memory, now or on the copier thread; None if it is not staged."""
+        """Copy a value into shared memory, now or on the copier thread; None if not staged."""
         found = self.probes[type(value)](value, self._least, self._most)
         slabs = self._memory.slabs
         if found is None or not isinstance(slabs, Slabs):
@@ -350,7 +350,7 @@ class InputArena:
         return staged
 
     def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Make an array in shared memory for the app to fill; staging it later copies nothing."""
+        """Make an array in shared memory, which the app fills; None if it would not be staged."""
         numpy: Any = sys.modules["numpy"]
         slabs = self._memory.slabs
         size = math.prod(shape) * dtype.itemsize

@@ -1,14 +1,11 @@
-"""Workers as their parent sees them: the interface of a worker, and child processes that have it.
+"""Worker processes in their parent: start, pipes, frames, signals and death.
 
-    listener  --WorkerLink-->   worker      frames of batches
-    pool      --WorkerHandle--> worker      start, pings, end
-    worker    --WorkerEvents--> pool        ready, dead
-    pool      --PoolEvents-->   listener    arrivals and losses of workers, and their frames
+    pool, sender, session  -->  WorkerProcess   start, pings, frames of batches, end
+    WorkerProcess  --WorkerEvents-->  pool      ready, dead
 
-The pool decides when workers are started, replaced and ended; a `WorkerHandle` does it. Its
-implementation is `WorkerProcess`: start, pipes, frames, signals and death of a `ChildProcess`.
-`spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
-thread that ends the pool once the loop is closed.
+The pool decides when workers are started, replaced and ended; a `WorkerProcess` does it, and is the
+parent's record of one worker. `spawn` runs on the spawner thread; everything else runs on the
+thread of the event loop, or on the thread that ends the pool once the loop is closed.
 
 The child is a `multiprocessing` spawn child: a new interpreter that reads its target from a pipe.
 `Process.start()` is not used, because it
@@ -29,23 +26,22 @@ import signal
 import subprocess
 import sys
 from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context
 from enum import Enum
+from io import FileIO
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
-from signal import Signals
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from fast_batcher._devices import Placement
-from fast_batcher._file_state import FileState
-from fast_batcher._parent.placement import thread_share, worker_environment
+from fast_batcher._devices import Placement, thread_share, worker_environment
 from fast_batcher._process import PassedDescriptor, opened_descendants, send_signal
-from fast_batcher._shared_memory.inputs import Slabs
+from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import (
+    KIND_NAMES,
     Frame,
     Frames,
     Kind,
@@ -60,6 +56,9 @@ from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
+
+if TYPE_CHECKING:
+    from fast_batcher._file_state import FileState
 
 
 class WorkerState(Enum):
@@ -93,161 +92,21 @@ class Exit(NamedTuple):
     # Ids of the batches that it read last and began to compute last, None without any.
     taken: int | None
     begun: int | None
-    # Id of the last batch whose inputs its children may still view, None without any.
-    inherited: int | None
     # SIGKILL came from outside, for example from the OOM killer of Linux.
     may_be_out_of_memory: bool
-
-
-class WorkerLink(Protocol):
-    """Interface of a ready worker for `BatchSender` and `Answers`."""
-
-    @property
-    def id(self) -> int:
-        """Number of this process among all processes that the pool has started."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, None before the start and for a worker without a process."""
-
-    @property
-    def outbox(self) -> OutboxReader | None:
-        """Memory in which the worker leaves large answers, None without shared memory."""
-
-    @property
-    def stages(self) -> int:
-        """Number of batches on which the worker works at the same time, 1 to 3."""
-
-    @property
-    def module_files(self) -> dict[str, FileState]:
-        """States of the app's files that the worker has imported, when it was ready."""
-
-    def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
-        """Send a frame without waiting; a frame to a dead worker is dropped."""
-
-    def skip(self, batch_id: int, /) -> None:
-        """Let the worker not compute a batch, unless it has begun."""
-
-    def reserve(self) -> Reservation:
-        """Reserve a position in the order of frames, for frames that are not ready yet."""
-
-    def fill(self, reservation: Reservation, frames: Frames, /) -> None:
-        """Send frames at the position that was reserved for them."""
-
-
-class WorkerHandle(WorkerLink, Protocol):
-    """Interface of a worker for the pool.
-
-    `spawn` runs on the starter thread, everything else on the event loop's thread, or on the thread
-    that ends the pool once the loop is closed.
-    """
-
-    # Index among the batcher's workers, from 0; its replacement has the same index.
-    index: int
-    # The model that it loads.
-    model_spec: ModelSpec
-    # The process id; None before `spawn`.
-    pid: int | None
-    state: WorkerState
-    # Answered batches; the pool counts them if workers are recycled.
-    batches: int
-    # Whether `attach` was called.
-    is_attached: bool
-    # Whether `ask_to_end` was called: the worker reads no further frames.
-    was_asked_to_end: bool
-
-    @property
-    def title(self) -> str:
-        """Name in logs: the batcher, the worker's index and the process id."""
-
-    def spawn(self) -> None:
-        """Start the process. Starter thread."""
-
-    def attach(self, loop: AbstractEventLoop) -> None:
-        """Watch the worker from this event loop; the previous loop, if any, is closed."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process was started and has not been reaped."""
-
-    @property
-    def rss_bytes(self) -> int:
-        """Resident memory, 0 if it cannot be read."""
-
-    def set_timer(self, timer: TimerHandle | None) -> None:
-        """Set the pool's timer for this worker, and cancel the previous one."""
-
-    def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
-
-    def is_sending(self) -> bool:
-        """Return whether delayed frames were sent since the last call, or are not ready yet."""
-
-    def read_begun(self) -> int | None:
-        """Return the id of the batch that the worker began last, None without any."""
-
-    def ask_to_end(self) -> None:
-        """Ask the worker to finish its batches, and then to end."""
-
-    def ignore(self) -> None:
-        """Drop all further frames from this worker: the parent is ending it."""
-
-    def disconnect(self) -> None:
-        """Close the pipes: the worker ends after its current batch."""
-
-    def signal(self, number: Signals) -> None:
-        """Send a signal to the worker and to the processes that its model has started."""
-
-    def kill(self) -> None:
-        """Send SIGKILL to the worker and to the processes that its model has started."""
-
-    def kill_on_protocol_error(self, error: Exception) -> None:
-        """Log that the worker broke the protocol, and kill it."""
-
-    @property
-    def death_fd(self) -> int:
-        """Descriptor that is readable once the worker is dead; -1 after `reap`."""
-
-    def reap(self) -> Exit | None:
-        """Release the resources of the dead worker; None if that was done before."""
 
 
 class WorkerEvents(Protocol):
     """Events that workers report to their pool, on the event loop's thread."""
 
-    def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+    def worker_loaded(self, worker: "WorkerProcess", times: list[tuple[int, float]]) -> None:
         """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
 
-    def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
+    def start_failed(self, worker: "WorkerProcess", error: WorkerStartupError) -> None:
         """Handle a worker that could not be started, or could not load its model in time."""
 
-    def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
+    def worker_exited(self, worker: "WorkerProcess", exit: Exit) -> None:
         """Handle a death; called once, after all frames of the worker were dispatched."""
-
-
-class PoolEvents(Protocol):
-    """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
-
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]], /) -> None:
-        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
-
-    def worker_retired(self, worker_id: int, /) -> None:
-        """Give a worker no more batches: another has taken its place."""
-
-    def worker_lost(self, worker_id: int, exit: Exit, /) -> None:
-        """Handle the death of a worker that was ready."""
-
-    def worker_failed_to_start(self, worker_id: int, error: WorkerStartupError, /) -> None:
-        """Handle a worker that died or was ended before it was ready."""
-
-    def workers_given_up(self, reason: str, seconds: float, /) -> None:
-        """Handle that no worker is left, and that the next is started after `seconds`."""
-
-    def frame_arrived(self, worker_id: int, frame: Frame, /) -> None:
-        """Handle a frame of a ready worker; raises if the frame breaks the protocol."""
-
-    def idle_workers(self) -> list[int]:
-        """Return the ids of the ready workers that have no batch."""
 
 
 # Signals that go to the whole process group, and would end a child that is still importing. The
@@ -308,7 +167,10 @@ class ChildProcess:
         return self._sentinel if self._pidfd is None else self._pidfd
 
     def take_exit_code(self) -> int | None:
-        """Reap the dead process and return its exit code."""
+        """Reap the dead process, and return its exit code, negative for a signal.
+
+        None if another part of the program has reaped it.
+        """
         try:
             if sys.platform == "linux" and self._pidfd is not None:
                 info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
@@ -322,7 +184,6 @@ class ChildProcess:
             return None
 
     def close(self) -> None:
-        """Close the descriptors of the dead process."""
         os.close(self._sentinel)
         os.close(self._sink)
         if self._pidfd is not None:
@@ -351,19 +212,42 @@ class ChildProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             with _pinned(cores):
-                popen = subprocess.Popen(
+                return launch(
                     spawn.get_command_line(tracker_fd=tracker, pipe_handle=source),
-                    env=environment,
-                    pass_fds=(*self._passed, tracker),
-                    stdin=_stream(0),
-                    stdout=_stream(1),
-                    stderr=_stream(2),
+                    passed=(*self._passed, tracker),
+                    streams=(_stream(0), _stream(1), _stream(2)),
+                    environment=environment,
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # `subprocess` must neither reap the child nor warn that it still runs.
-        popen.returncode = 0
-        return popen.pid
+
+
+def launch(
+    command: list[str],
+    *,
+    passed: Sequence[int],
+    streams: tuple[int | FileIO | None, ...],
+    environment: Mapping[str, str] | None = None,
+    in_own_session: bool = False,
+) -> int:
+    """Start a program, which the caller must reap, and return its process id.
+
+    The program has the descriptors `passed` and, as stdin, stdout and stderr, `streams`: None
+    stands for the parent's stream.
+    """
+    stdin, stdout, stderr = streams
+    popen = subprocess.Popen(
+        command,
+        env=environment,
+        pass_fds=passed,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=in_own_session,
+    )
+    # `subprocess` must neither reap the child nor warn that it still runs.
+    popen.returncode = 0
+    return popen.pid
 
 
 @contextlib.contextmanager
@@ -412,8 +296,8 @@ PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 # forked child inherits CUDA state that it cannot use, and the parent's pipe ends.
 _context = multiprocessing.get_context("spawn")
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_LOADING, _READY, _ENDING = WorkerState.LOADING, WorkerState.READY, WorkerState.ENDING
+# Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
+_READY = WorkerState.READY
 
 
 class _LiveProcess(NamedTuple):
@@ -426,7 +310,7 @@ class _LiveProcess(NamedTuple):
 
 
 class WorkerProcess:
-    """Handle of a worker process, the pool's `WorkerHandle`. A replacement is another object."""
+    """A worker process, from its start to its death. A replacement is another object."""
 
     def __init__(
         self,
@@ -439,7 +323,9 @@ class WorkerProcess:
         on_frame: Callable[[int, Frame], None],
         name: str,
     ) -> None:
+        # Number of this process among all processes that the pool has started.
         self.id = id
+        # Index among the batcher's workers, from 0; its replacement has the same index.
         self.index = id % settings.num_workers
         self.model_spec = model_spec
         self._settings = settings
@@ -450,8 +336,17 @@ class WorkerProcess:
         self._name = name
 
         self.state = WorkerState.LOADING
+        # From READY to the death; set by the pool.
+        self.is_serving = False
+        # Another worker has taken its place: it finishes its batches, and then ends. Set by the
+        # pool.
+        self.is_retired = False
+        # Answered batches; the pool counts them if workers are recycled.
         self.batches = 0
+        # The worker reads no further frames.
         self.was_asked_to_end = False
+        # Slabs that it may still view, by batch id; set by the sender.
+        self.leases: dict[int, list[Slab]] = {}
         # The worker has closed its end of a pipe, which a dying process does first.
         self._has_hung_up = False
         self._timer: TimerHandle | None = None
@@ -462,7 +357,7 @@ class WorkerProcess:
         self.pid: int | None = None
         # Memory in which the worker leaves large answers, None without shared memory.
         self.outbox: OutboxReader | None = None
-        # Batches on which it works at the same time; set when it is ready.
+        # Batches on which it works at the same time, 1 to 3; set when it is ready.
         self.stages = 1
         # Files of the app that the worker has imported; set when it is ready.
         self.module_files: dict[str, FileState] = {}
@@ -478,7 +373,7 @@ class WorkerProcess:
     # Start.
 
     def spawn(self) -> None:
-        """Start the process. Starter thread."""
+        """Start the process. Spawner thread."""
         settings, placement = self._settings, self._placement
         ours, theirs = open_pipes(_context)
         receiver, sender = open_log_sockets()
@@ -500,7 +395,14 @@ class WorkerProcess:
                     LogSettings.of_this_process(sender),
                     self._slabs,
                     outbox,
-                    _select_settings(settings, placement, threads, self.index),
+                    WorkerSettings(
+                        settings.max_frame_bytes,
+                        settings.batch_limit,
+                        settings.freeze_gc,
+                        placement.device,
+                        self.index,
+                        settings.stage_threads or threads,
+                    ),
                 ),
                 name=f"fast_batcher-{self.model_spec.name}-{self.index}",
                 # Not daemonic: a model may have children, for example those of a data loader.
@@ -539,10 +441,9 @@ class WorkerProcess:
         """Whether the process was started and has not been reaped."""
         return self._live is not None
 
-    # Frames to the worker.
+    # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
-    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
-        """Send a frame without waiting; a frame to a dead worker is dropped."""
+    def send(self, kind: int, batch_id: int, body: bytes) -> None:
         if self._live is not None:
             self._live.channel.send(kind, batch_id, body)
 
@@ -552,37 +453,34 @@ class WorkerProcess:
             self._live.progress.skip(batch_id)
 
     def reserve(self) -> Reservation:
-        """Reserve a position in the order of frames, for frames that are not ready yet."""
         return Reservation() if self._live is None else self._live.channel.reserve()
 
     def fill(self, reservation: Reservation, frames: Frames) -> None:
-        """Send frames at the position that was reserved for them."""
         if self._live is not None:
             self._live.channel.fill(reservation, frames)
 
     def is_sending(self) -> bool:
-        """Return whether delayed frames were sent since the last call, or are not ready yet."""
         return self._live is not None and self._live.channel.is_sending()
 
     # Frames from the worker.
 
     def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
+        """Dispatch the frames that have arrived; return as `LoopChannel.drain`."""
         return self._live is not None and self._live.channel.drain()
 
     def _dispatch(self, frame: Frame) -> None:
         """Handle a frame according to the state: see `WorkerState`."""
         if self.state is _READY:
             self._on_frame(self.id, frame)
-        elif self.state is _LOADING:
+        elif self.state is WorkerState.LOADING:
             self._finish_loading(frame)
 
     def _finish_loading(self, frame: Frame) -> None:
-        if frame.kind is Kind.READY:
+        if frame.kind == Kind.READY:
             times, self.stages, self.module_files = pickling.loads(frame.body)
-            self.state = _READY
+            self.state = WorkerState.READY
             self._events.worker_loaded(self, times)
-        elif frame.kind is Kind.STARTUP_FAILED:
+        elif frame.kind == Kind.STARTUP_FAILED:
             failure = SerializedError(*pickling.loads(frame.body))
             error = WorkerStartupError(
                 f"worker {self.index} could not load {self.model_spec.name}: {failure.text}"
@@ -590,7 +488,7 @@ class WorkerProcess:
             error.__cause__ = RemoteTraceback(failure.traceback)
             self._events.start_failed(self, error)
         else:
-            raise TransportError(f"a worker that is not ready sent {frame.kind.name}")
+            raise TransportError(f"a worker that is not ready sent {KIND_NAMES[frame.kind]}")
 
     # Progress and memory.
 
@@ -622,7 +520,7 @@ class WorkerProcess:
 
     def ignore(self) -> None:
         """Drop all further frames from this worker: the parent is ending it."""
-        self.state = _ENDING
+        self.state = WorkerState.ENDING
 
     def disconnect(self) -> None:
         """Close the pipes: the worker ends after its current batch."""
@@ -652,7 +550,7 @@ class WorkerProcess:
 
     def kill_on_protocol_error(self, error: Exception) -> None:
         """Log that the worker broke the protocol, and kill it."""
-        if self.state is not _ENDING:
+        if self.state is not WorkerState.ENDING:
             logger.error(
                 "%s broke the protocol and is replaced: %s", self.title, error, exc_info=error
             )
@@ -672,7 +570,7 @@ class WorkerProcess:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(child.death_fd)
         exit_code = child.take_exit_code()
-        is_ours = self.state is _ENDING and not self._has_hung_up
+        is_ours = self.state is WorkerState.ENDING and not self._has_hung_up
         exit = Exit(
             text=describe_exit(exit_code),
             by_signal=exit_code is not None and exit_code < 0,
@@ -680,9 +578,9 @@ class WorkerProcess:
             is_ours=is_ours,
             taken=progress.taken,
             begun=progress.begun,
-            inherited=progress.inherited,
             may_be_out_of_memory=exit_code == -signal.SIGKILL and not is_ours,
         )
+        end_leases(self.leases, progress.inherited)
         child.close()
         channel.close()
         logs.close()
@@ -693,7 +591,7 @@ class WorkerProcess:
 
     def _hung_up(self, error: Exception | None) -> None:
         """Kill a worker that has closed its end of a pipe or broken the protocol."""
-        self._has_hung_up = error is None and self.state is not _ENDING
+        self._has_hung_up = error is None and self.state is not WorkerState.ENDING
         if error is None:
             self.kill()
         else:
@@ -707,17 +605,13 @@ class WorkerProcess:
             self._events.worker_exited(self, exit)
 
 
-def _select_settings(
-    settings: Settings, placement: Placement, threads: int, index: int
-) -> WorkerSettings:
-    return WorkerSettings(
-        settings.max_frame_bytes,
-        settings.batch_limit,
-        settings.freeze_gc,
-        placement.device,
-        index,
-        settings.stage_threads or threads,
-    )
+def end_leases(leases: dict[int, list[Slab]], inherited: int | None) -> None:
+    """End the leases of a dead worker; its children may still view batches up to `inherited`."""
+    for batch_id, leased in leases.items():
+        if inherited is not None and batch_id <= inherited:
+            for slab in leased:
+                slab.leak()
+    leases.clear()
 
 
 def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:

@@ -54,12 +54,12 @@ from fast_batcher._core.values import (
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender, SenderEvents
 from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerLink
+from fast_batcher._parent.worker_process import Exit, WorkerProcess
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, Ledger, Reports, is_beyond_reach
 from fast_batcher._shared_memory.outbox import Answer, OutboxReader
-from fast_batcher._transport.channels import Frame, Kind
+from fast_batcher._transport.channels import KIND_NAMES, Frame, Kind
 from fast_batcher._transport.pickling import SerializedError, dumps, loads, measure_size, one_line
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -460,12 +460,12 @@ class Answers:
         self._reports = reports
         self._reader = reader
         # The ready workers by id.
-        self._links: dict[int, WorkerLink] = {}
+        self._links: dict[int, WorkerProcess] = {}
         # Outcomes from OUTPUTS_FRAGMENT frames, by worker, until the last frame of their batch:
         # each worker answers one batch at a time.
         self._fragments: dict[int, list[Any]] = {}
 
-    def add_worker(self, link: WorkerLink) -> None:
+    def add_worker(self, link: WorkerProcess) -> None:
         """Add a worker that is ready."""
         self._links[link.id] = link
 
@@ -618,7 +618,7 @@ def read_outcomes(
         error = SerializedError(*loads(frame.body))
         outcomes = [reader.read_error(error) for _ in range(count)]
     else:
-        raise TransportError(f"a worker answered with {frame.kind.name}")
+        raise TransportError(f"a worker answered with {KIND_NAMES[frame.kind]}")
     if len(outcomes) != count:
         raise _wrong_count(len(outcomes), count)
     return outcomes
@@ -698,10 +698,15 @@ class ValueAccess:
         return MemoryService(loop, settings.max_shared_bytes, name)
 
     def make_sender(
-        self, settings: Settings, memory: MemoryService, events: SenderEvents, name: str
+        self,
+        settings: Settings,
+        memory: MemoryService,
+        workers: Mapping[int, WorkerProcess],
+        events: SenderEvents,
+        name: str,
     ) -> BatchSender:
         """Make the sender of batches."""
-        return BatchSender(settings, memory, events, name)
+        return BatchSender(settings, memory, workers, events, name)
 
     def make_evaluator(
         self, settings: Settings, name: str, methods: Sequence[Method]
@@ -736,7 +741,7 @@ class LocalSession:
         scheduler = self.scheduler = _make_scheduler(settings, methods)
         memory = self.memory = access.open_memory(self.binding.loop, settings, name)
         pool = self.pool = Pool(model_spec, settings, self, memory, ledger.observers, name)
-        sender = self.sender = access.make_sender(settings, memory, self, name)
+        sender = self.sender = access.make_sender(settings, memory, pool.workers, self, name)
         evaluator, loop = access.make_evaluator(settings, name, methods), self.binding.loop
         pump = self.pump = Pump(scheduler, sender, pool, ledger, evaluator, status, reports, loop)
         # As methods that pass calls on to the pump they would take 0.1 us of each call.
@@ -818,9 +823,8 @@ class LocalSession:
 
     # Events of the pool and of the sender.
 
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
-        self.sender.add_worker(worker)
         self._answers.add_worker(worker)
         self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages)
         index = self._reports.index(worker.id)
@@ -839,7 +843,6 @@ class LocalSession:
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """Retry the requests of a dead worker, or fail them."""
-        self.sender.remove_worker(worker, exit.inherited)
         self._answers.remove_worker(worker)
         running = self.scheduler.workers.batches.values()
         lost = [batch for batch in running if batch.worker == worker]

@@ -151,7 +151,7 @@ def _find_tensor_layout(torch: Any, tensor: Any, least: int, most: int) -> tuple
 
 
 def view_rows(layout: Layout, part: memoryview) -> tuple[list[Any], Any]:
-    """View adjacent inputs of one layout."""
+    """View adjacent inputs of one layout; with the array whose rows they are, None for tensors."""
     if layout.is_tensor:
         size = layout.nbytes
         # Each from its own bytes: a slice of one tensor would be pickled with the whole tensor.
@@ -168,7 +168,6 @@ def view_rows(layout: Layout, part: memoryview) -> tuple[list[Any], Any]:
 # A dtype takes microseconds to unpickle, and most models take inputs of few layouts.
 @functools.lru_cache(maxsize=64)
 def unpack_layout(packed: bytes) -> Layout:
-    """Unpickle a layout."""
     layout: Layout = pickle.loads(packed)
     return layout
 

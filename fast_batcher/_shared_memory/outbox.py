@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 TAKEN, FREE = 1, 0
 HEADER_SIZE = ALIGNMENT
 # Bytes from which on a copy releases the GIL for threads of the model, which costs 1.4 us. More
-# than in the API process: a shorter copy takes some tens of microseconds, and no event loop waits
+# than in the parent: a shorter copy takes some tens of microseconds, and no event loop waits
 # for it.
 LEAST_RELEASING = 256 * 1024
 # Pings after which memory that no answer has used is returned to the system. An idle worker gets
@@ -110,10 +110,10 @@ class OutboxWriter:
             self._memory.close()
 
     def _free_copied(self) -> None:
-        """Free the answers that the API process has copied."""
+        """Free the answers that the parent has copied."""
         left = []
         for start in self._starts:
-            # Read once: the API process may clear it at any moment.
+            # Read once: the parent may clear it at any moment.
             if self._memory[start] == FREE:
                 self._ranges.give_back(start)
             else:
@@ -162,7 +162,9 @@ class OutboxReader:
             self.is_used = True
             keep_freed_memory()
         numbers = (start, *sizes, *chain.from_iterable(items))
-        if self._view is not None and all(type(one) is int and one >= 0 for one in numbers):
+        if self._view is not None and all(
+            type(number) is int and number >= 0 for number in numbers
+        ):
             _, length = lay_out(sizes)
             end = start + HEADER_SIZE + length
             in_items = [sum(column) for column in zip(*items, strict=True)]

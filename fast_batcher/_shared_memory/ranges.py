@@ -166,7 +166,6 @@ class Ranges:
             self.give_back(end)
 
     def give_back(self, start: int) -> None:
-        """Free a range."""
         end = self._taken.pop(start)
         # Merge with the free parts before and behind it.
         index = bisect_left(self._free, (start, end))

@@ -7,8 +7,8 @@
 batch. A header with another magic number, or with a length above `max_frame_bytes`, is refused
 before memory is allocated for its body.
 
-`BlockingChannel` is a worker's end, on its main thread. `LoopChannel` is the end of an API process
-or the host, on the event loop's thread, and never blocks: bytes that the pipe does not take at once
+`BlockingChannel` is a worker's end, on its main thread. `LoopChannel` is the end of a parent
+process, on the event loop's thread, and never blocks: bytes that the pipe does not take at once
 are kept, and written when it is writable again. The loop calls it back in an empty context,
 whatever context of a caller was active when the channel was attached. Channels do not know batches,
 and do not pickle.
@@ -26,7 +26,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
-from enum import IntEnum
 from operator import methodcaller
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -77,11 +76,12 @@ READ_SIZE: Final = 256 * 1024
 MAX_JOINED: Final = 64 * 1024
 
 
-class Kind(IntEnum):
-    """Kind of a frame, which determines the format of its body."""
+class Kind:
+    """Kinds of frames, which determine the format of the body.
 
-    # The hash of an enumeration is a Python function, and kinds are looked up once per frame.
-    __hash__ = int.__hash__
+    Integers, because they are compared several times per frame: on Python 3.11 reading a member of
+    an enumeration costs as much as a call.
+    """
 
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
@@ -91,7 +91,7 @@ class Kind(IntEnum):
     STOP = 5  # finish what has arrived, then end
     PING = 6  # answer with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
-    ROWS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
+    STAGED_INPUTS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
     # The pickled list of pickled context managers of the observers that follow batches; the batch
     # with this id comes next.
     CONTEXTS = 9
@@ -132,19 +132,22 @@ class Kind(IntEnum):
     STATE = 51  # the pickled fields of a `HostState`
     RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more
     FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
-    LOG = 54  # a log record
+    LOG = 58  # a log record
     EVENT = 55  # a pickled event for observers
     REPORT = 57  # pickled: whether this process reports for all from now on
     FAREWELL = 56  # the answer to GOODBYE, the last frame: as STATE
 
 
-_find_kind: Final = {int(kind): kind for kind in Kind}.get
+KIND_NAMES: Final[dict[int, str]] = {
+    number: name for name, number in vars(Kind).items() if isinstance(number, int)
+}
 
 
 class Frame(NamedTuple):
     """A frame that was read. `body` is valid until the next read."""
 
-    kind: Kind
+    # Of `Kind`.
+    kind: int
     batch_id: int
     # Seconds that `infer` took, in frames that answer a batch.
     seconds: float
@@ -157,11 +160,10 @@ _make_frame: Final = functools.partial(tuple.__new__, Frame)
 pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
 
 
-def unpack_header(header: bytes) -> tuple[Kind, int]:
+def unpack_header(header: bytes) -> tuple[int, int]:
     """Return the kind and the length of the body of a frame that was read apart."""
-    magic, number, length, _, _ = _HEADER.unpack(header)
-    kind = _find_kind(number)
-    if magic != _MAGIC or kind is None:
+    magic, kind, length, _, _ = _HEADER.unpack(header)
+    if magic != _MAGIC or kind not in KIND_NAMES:
         raise TransportError("the channel carries something that is not a message of ours")
     return kind, length
 
@@ -206,9 +208,8 @@ class FrameReader:
         if rest < HEADER_SIZE:
             self._make_space()
             return None
-        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
-        kind = _find_kind(number)
-        if magic != _MAGIC or kind is None:
+        magic, kind, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
+        if magic != _MAGIC or kind not in KIND_NAMES:
             raise TransportError("the channel carries something that is not a message of ours")
         if length > self._max_frame_bytes:
             raise TransportError(
@@ -273,7 +274,7 @@ class BlockingChannel:
 
     def send(
         self,
-        kind: Kind,
+        kind: int,
         batch_id: int = 0,
         body: bytes = b"",
         seconds: float = 0.0,
@@ -301,7 +302,7 @@ class BlockingChannel:
 
 
 # Each is a kind, a batch id and a body.
-Frames = Iterable[tuple[Kind, int, bytes]]
+Frames = Iterable[tuple[int, int, bytes]]
 
 
 class End(Protocol):
@@ -359,7 +360,7 @@ class LoopChannel:
         if self._backlog:
             self._write_later()
 
-    def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
+    def send(self, kind: int, batch_id: int = 0, body: bytes = b"") -> None:
         """Send a frame now, or as soon as the pipe takes it. A channel that has ended drops it."""
         if self._is_over:
             return
@@ -412,7 +413,7 @@ class LoopChannel:
         return len(self._backlog)
 
     def drain(self) -> bool:
-        """Dispatch the frames that have arrived, also after the worker has died.
+        """Dispatch the arrived frames; return whether another is in the middle of its arrival.
 
         Do not call it from `on_frame`: the frame there would be overwritten.
         """

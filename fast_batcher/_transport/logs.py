@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # JSON takes at most 6 bytes for a letter.
 MAX_BYTES = 65536
 MAX_LETTERS = 2500
-# Room for records that the API process has not read, as far as the system allows it: Linux grants
+# Room for records that the parent has not read, as far as the system allows it: Linux grants
 # about 400 KiB by default.
 ROOM = 1024 * 1024
 
@@ -73,7 +73,7 @@ def unpack_record(packed: bytes) -> logging.LogRecord:
 
 @dataclass(frozen=True)
 class LogSettings:
-    """Logging settings of the API process for a worker; made there, when the worker starts."""
+    """Logging settings of the parent for a worker; made there, when the worker starts."""
 
     # The worker's end of the sockets.
     sender: socket.socket
@@ -95,7 +95,7 @@ class LogSettings:
         )
 
     def apply(self, progress: WorkerProgress) -> None:
-        """Log to the API process from now on, in a worker process."""
+        """Log to the parent from now on, in a worker process."""
         root = logging.getLogger()
         root.addHandler(RecordSender(self.sender, progress))
         root.setLevel(self.root_level)
@@ -121,7 +121,7 @@ class RecordSender(logging.Handler):
             return
         try:
             self._sender.send(packed)
-        except OSError:  # there is no room, or the API process is gone
+        except OSError:  # there is no room, or the parent is gone
             self._progress.lost_records += 1
 
 

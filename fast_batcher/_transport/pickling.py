@@ -195,17 +195,17 @@ def _format(error: BaseException) -> str | None:
 
 
 def dump_atoms(values: list[Any], limit: int) -> bytes | None:
-    """Pickle a list of values whose types are all in `ATOMS`."""
+    """Pickle a list of `ATOMS`; None if it has another type, or `limit` bytes of texts."""
     texts = values
     if not TEXTS.issuperset(map(type, values)):
         if not ATOMS.issuperset(map(type, values)):
             return None
-        texts = [one for one in values if type(one) in TEXTS]
+        texts = [value for value in values if type(value) in TEXTS]
     return pickle.dumps(values, PROTOCOL) if sum(map(len, texts)) < limit else None
 
 
 def fragment(items: Iterable[bytes | SerializedError], max_frame_bytes: int) -> Iterator[bytes]:
-    """Pickle items as one or more lists that each fit into a frame."""
+    """Pickle items, each of which fits into a frame, as lists that each fit into one."""
     part: list[bytes | SerializedError] = []
     # Starts with the overhead of the list itself.
     size = _ITEM_OVERHEAD
@@ -374,7 +374,7 @@ class OutOfBandPickler:
     def pickle(
         self, values: "Sequence[Any]", may_share: "Callable[[], bool]"
     ) -> "list[bytes] | OutOfBandPickle":
-        """Pickle values one after the other, each for itself."""
+        """Pickle each value for itself; out of band if they are large, and may be shared."""
         if not self._keeps_buffers:
             items = [self.dumps(value) for value in values]
             if sum(map(len, items)) < LEAST_SHARED or not may_share():

@@ -55,10 +55,10 @@ def map_file(fd: int, size: int, start: int = 0) -> mmap.mmap:
 
 
 def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:
-    """Make an object from a memory file that another process has passed to this one."""
+    """Make an object from a memory file that another process has passed, or return the error."""
     try:
         return kind(duplicate.detach(), *arguments)
-    except OSError as error:
+    except OSError as error:  # which the worker can report only after it has unpickled all
         return error.with_traceback(None)
 
 

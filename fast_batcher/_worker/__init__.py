@@ -1,4 +1,4 @@
 """Code of a worker process: load the model, receive batches, call `infer`, reply. Main thread.
 
-Modules of this package import neither asyncio nor code of the API process. The entry is `main`.
+Modules of this package import neither asyncio nor code of the parent. The entry is `main`.
 """

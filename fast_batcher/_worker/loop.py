@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
-from fast_batcher._arrays.stacking import Piece, lent, make_piece
+from fast_batcher._arrays.stacking import Piece, lend, make_piece
 from fast_batcher._observers import BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
@@ -41,7 +41,7 @@ from fast_batcher.errors import (
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
 # The frames that answer a batch, as kinds and bodies; one or more.
-Reply = list[tuple[Kind, bytes]]
+Reply = list[tuple[int, bytes]]
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -172,10 +172,6 @@ def _unsendable(output: Any, error: BaseException) -> InferenceError:
     return result
 
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
-
-
 # The inputs of a batch: those that could be unpickled, in their order; errors of the others, by
 # position in the batch; and the shared memory of the inputs, for `stack`.
 Inputs = tuple[list[Any], dict[int, SerializedError], list[Piece]]
@@ -199,16 +195,16 @@ class InputReader:
     def read(self, frame: Frame) -> Inputs:
         """Return the inputs of a batch."""
         pieces: list[Piece] = []
-        if frame.kind is _INPUT_ATOMS:
+        if frame.kind == Kind.INPUT_ATOMS:
             return pickling.loads(frame.body), {}, pieces
-        if frame.kind is _INPUTS:
+        if frame.kind == Kind.INPUTS:
             items = self._fragments.pop(frame.batch_id, []) + pickling.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
         else:
             values = self._load_shared(frame, pieces)
-        errors = {at: one for at, one in enumerate(values) if type(one) is SerializedError}
+        errors = {at: value for at, value in enumerate(values) if type(value) is SerializedError}
         if errors:
-            values = [one for one in values if type(one) is not SerializedError]
+            values = [value for value in values if type(value) is not SerializedError]
         return values, errors, pieces
 
     def pack_freed(self) -> bytes:
@@ -226,7 +222,7 @@ class InputReader:
         assert slabs is not None, "the parent knows that it shares no memory"
         named = pickling.loads(frame.body)
         memory = slabs.view(frame.batch_id)
-        if frame.kind is _SHARED_INPUTS:
+        if frame.kind == Kind.SHARED_INPUTS:
             start, length, sizes, items = named
             view = memory[start : start + length]
             pieces.append(make_piece(_address_of(view), view))
@@ -256,9 +252,8 @@ def _unpickle_item(item: bytes) -> Any:
         return pickling.describe(error)
 
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_STOP, _PING, _INPUTS_FRAGMENT, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_FRAGMENT, Kind.FATAL
-_BEFORE_BATCH = frozenset({Kind.CONTEXTS, Kind.METHOD})
+# Frames that are a batch, or its last fragment.
+_BATCHES = frozenset({Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS})
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -270,9 +265,19 @@ _FATAL_SIGNS = (
 
 
 class BatchJob:
-    """A batch in the worker: first its inputs, then its outputs or the frames that answer it."""
+    """A batch in the worker, from its frame to its answer."""
 
-    __slots__ = ("batch_id", "contexts", "errors", "method", "pieces", "reply", "seconds", "values")
+    __slots__ = (
+        "batch_id",
+        "contexts",
+        "errors",
+        "inputs",
+        "method",
+        "outputs",
+        "pieces",
+        "reply",
+        "seconds",
+    )
 
     def __init__(
         self, batch_id: int, method: str, contexts: AbstractContextManager[None] | None = None
@@ -280,8 +285,9 @@ class BatchJob:
         self.batch_id = batch_id
         self.method = method
         self.contexts = contexts
-        # The inputs, or the outputs, of the positions that have no error; in their order.
-        self.values: list[Any] = []
+        # Of the positions that have no error, in their order. The model takes the inputs away.
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
         # By position in the batch.
         self.errors: dict[int, SerializedError] = {}
         # Shared memory of the inputs, for `stack`.
@@ -291,25 +297,25 @@ class BatchJob:
         # Seconds in the method.
         self.seconds = 0.0
 
-    def fail(self, kind: Kind, failure: SerializedError) -> None:
+    def fail(self, kind: int, failure: SerializedError) -> None:
         """Answer all requests of the batch with an error."""
-        self.values, self.errors = [], {}
+        self.inputs, self.outputs, self.errors = [], [], {}
         self.reply = [(kind, pickling.dumps(failure))]
 
     def skip(self) -> None:
         """Answer that the batch was not computed."""
-        self.values, self.errors, self.pieces = [], {}, []
+        self.inputs, self.errors, self.pieces = [], {}, []
         self.reply = [(Kind.SKIPPED, b"")]
 
     @property
     def is_fatal(self) -> bool:
         """Whether the process cannot use its device any more."""
-        return self.reply is not None and self.reply[-1][0] is _FATAL
+        return self.reply is not None and self.reply[-1][0] == Kind.FATAL
 
-    def list_open(self) -> list[int]:
-        """Return the positions of `values` in the batch."""
-        count = len(self.values) + len(self.errors)
-        return [position for position in range(count) if position not in self.errors]
+    def list_open(self, count: int) -> list[int]:
+        """Return the positions of the `count` inputs or outputs that have no error."""
+        positions = range(count + len(self.errors))
+        return [position for position in positions if position not in self.errors]
 
 
 class BatchLoop:
@@ -343,34 +349,34 @@ class BatchLoop:
             if self._inputs.freed or self._inputs.forks:
                 self.report_freed()
             job = self.receive()
-            if job is _STOP:
-                return
             if isinstance(job, BatchJob):
                 self.compute(job)
                 self.answer(job)
                 if job.is_fatal:
                     return
+            elif job == Kind.STOP:
+                return
             else:
                 self.answer_ping()
 
-    def receive(self) -> BatchJob | Kind:
+    def receive(self) -> BatchJob | int:
         """Wait for a batch, and read its inputs; return PING for a ping, and STOP for the end."""
         while True:
             frame = self._channel.receive()
-            if frame is None or frame.kind is _STOP:
-                return _STOP
-            if frame.kind is _PING:
-                return _PING
-            if frame.kind is _INPUTS_FRAGMENT:
-                self._inputs.keep_fragment(frame)
-            elif frame.kind in _BEFORE_BATCH:
-                self._note(frame)
-            else:
+            if frame is None:
+                return Kind.STOP
+            if frame.kind in _BATCHES:
                 return self._read(frame)
+            if frame.kind in (Kind.STOP, Kind.PING):
+                return frame.kind
+            if frame.kind == Kind.INPUTS_FRAGMENT:
+                self._inputs.keep_fragment(frame)
+            else:
+                self._note(frame)
 
     def _note(self, frame: Frame) -> None:
         """Note what precedes a batch."""
-        if frame.kind is Kind.METHOD:
+        if frame.kind == Kind.METHOD:
             self._method = {frame.batch_id: bytes(frame.body).decode()}
         else:
             contexts = self._contexts.join_pickled(pickling.loads(frame.body))
@@ -384,25 +390,27 @@ class BatchLoop:
             job.method = self._method.pop(batch_id, "infer")
             job.contexts = self._given.pop(batch_id, None)
         try:
-            job.values, job.errors, job.pieces = self._inputs.read(frame)
+            job.inputs, job.errors, job.pieces = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
             job.fail(Kind.FAILED, pickling.describe(error))
             forget_frames(error)
         return job
 
     def compute(self, job: BatchJob, *, copies: bool = False) -> None:
-        """Call the model's method on a batch that has not failed; replace its inputs by outputs."""
+        """Call the model's method on a batch that has not failed."""
         if job.reply is not None:
             return
         if self._is_skipped(job.batch_id):
             job.skip()
             return
         self._progress[BEGUN] = job.batch_id + 1
-        inputs = job.values
+        inputs = job.inputs
         # Read now: the method may change the list that it is given.
         count = len(inputs)
         # From here on the model alone has the inputs.
-        lent[:], job.pieces, job.values = job.pieces, [], []
+        job.inputs = []
+        if job.pieces:
+            lend(job.pieces)
         started = monotonic()
         try:
             infer, contexts = self._models[job.method].infer, job.contexts
@@ -418,10 +426,12 @@ class BatchLoop:
             forget_frames(error)
             return
         finally:
-            lent.clear()
+            if job.pieces:
+                lend(())
+                job.pieces = []
         job.seconds = monotonic() - started
         try:
-            job.values = list_outputs(outputs, count, f"{job.method} returned", copies=copies)
+            job.outputs = list_outputs(outputs, count, f"{job.method} returned", copies=copies)
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             job.fail(Kind.FAILED, pickling.describe(error))
 
@@ -437,11 +447,10 @@ class BatchLoop:
 
     def _encode(self, job: BatchJob) -> Reply:
         """Return the frames with the outputs of a batch, which loses them."""
-        outputs = job.values
+        outputs, job.outputs = job.outputs, []
         if job.errors:
-            found = dict(zip(job.list_open(), outputs, strict=True))
+            found = dict(zip(job.list_open(len(outputs)), outputs, strict=True))
             outputs = [found.get(at) for at in range(len(found) + len(job.errors))]
-        job.values = []
         return self._encoder.pack(outputs, job.errors)
 
     def report_freed(self) -> None:
@@ -456,7 +465,7 @@ class BatchLoop:
         self._encoder.give_back_unused()
 
 
-def _judge(error: BaseException) -> tuple[Kind, SerializedError]:
+def _judge(error: BaseException) -> tuple[int, SerializedError]:
     """Return the kind of frame that reports an error of `infer`, and the error as data."""
     failure = pickling.describe(error)
     kind = Kind.RAISED

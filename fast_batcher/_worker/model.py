@@ -82,7 +82,7 @@ def _list_installed() -> set[str]:
 def load_model(
     pickled: bytes | bytearray | memoryview, device: str | None = None, worker_index: int = 0
 ) -> Any:
-    """Instantiate the model."""
+    """Import the model's class, if it was given by name, and construct the model."""
     model, args, kwargs = pickling.loads(pickled)
     if isinstance(model, str):
         cls = _resolve(model)
@@ -173,7 +173,7 @@ class CollatedModel:
         return [] if warmup_inputs is None else list(warmup_inputs())
 
     def infer(self, inputs: list[Any]) -> list[Any]:
-        """Compute inputs in one or more calls of the model."""
+        """Compute inputs in one or more calls of the model; return an output or error for each."""
         outcomes: list[Any] = [None] * len(inputs)
         rows: dict[int, Row] = {}
         for position, value in enumerate(inputs):
@@ -231,12 +231,11 @@ class CollatedModel:
 
 
 def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
-    """Compute a batch of one and full batches of the model's `warmup_inputs`, and time them.
+    """Compute a batch of one and full batches of `warmup_inputs`; return sizes and seconds.
 
-    The full batches hold all the inputs, repeated from the first on until the last batch is full.
-    Each of the two sizes is then computed once more, and this second time counts. A worker that
-    runs out of memory with a full batch starts nevertheless: the scheduler makes batches smaller
-    when requests run out of memory, too.
+    Each size is computed at least twice, and the last time counts. A worker that runs out of memory
+    with a full batch starts nevertheless: the scheduler makes batches smaller when requests run out
+    of memory, too.
     """
     try:
         return _compute_all(model, max_batch_size)
@@ -254,8 +253,8 @@ def _compute_all(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     _time_batch(model, inputs[:1])
     times = [(1, _time_batch(model, inputs[:1]))]
     if max_batch_size == 1:
-        for one in inputs[1:]:
-            _time_batch(model, [one])
+        for value in inputs[1:]:
+            _time_batch(model, [value])
         return times
     batches = -(-len(inputs) // max_batch_size)
     repeated = list(islice(cycle(inputs), batches * max_batch_size))
@@ -274,7 +273,7 @@ def _compute_all(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
 def _time_batch(model: Any, inputs: list[Any]) -> float:
     """Compute a batch, check its outputs, and return the seconds that `infer` took."""
     count = len(inputs)
-    batch = [_copy_input(one) for one in inputs]
+    batch = [_copy_input(value) for value in inputs]
     started = monotonic()
     outputs = model.infer(batch)
     seconds = monotonic() - started

@@ -89,11 +89,11 @@ class StageLoop:
         self._stages = stages
         # From the reader thread: batches with the calls of their first stage, PING, and STOP. An
         # exception of a thread ends the main thread, and so the process.
-        self._received: SimpleQueue[tuple[BatchJob | Kind | BaseException, Calls | None]] = (
+        self._received: SimpleQueue[tuple[BatchJob | int | BaseException, Calls | None]] = (
             SimpleQueue()
         )
         # From the main thread: batches with the calls of their last stage, PING, and STOP.
-        self._computed: SimpleQueue[tuple[BatchJob | Kind, Calls | None]] = SimpleQueue()
+        self._computed: SimpleQueue[tuple[BatchJob | int, Calls | None]] = SimpleQueue()
 
     def run(self) -> None:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error.
@@ -125,9 +125,9 @@ class StageLoop:
             job = self._loop.receive()
             calls = None
             if isinstance(job, BatchJob) and job.method == "infer":
-                calls = self._stages.call(self._stages.prepare, job.values)
+                calls = self._stages.call(self._stages.prepare, job.inputs)
             self._received.put((job, calls))
-            if job is Kind.STOP:
+            if job == Kind.STOP:
                 return
             del job, calls
 
@@ -138,14 +138,15 @@ class StageLoop:
             if isinstance(job, BaseException):
                 raise job
             if isinstance(job, BatchJob):
-                _collect(job, calls)
+                if calls is not None:
+                    job.inputs = _collect(job, job.inputs, calls)
                 # The calls keep what they returned, and the model alone is to have it.
                 calls = None
                 self._loop.compute(job, copies=True)
                 if job.method == "infer":
-                    calls = self._stages.call(_pass_errors(self._stages.finish), job.values)
+                    calls = self._stages.call(_pass_errors(self._stages.finish), job.outputs)
             self._computed.put((job, calls))
-            if job is Kind.STOP:
+            if job == Kind.STOP:
                 return
             if isinstance(job, BatchJob) and job.is_fatal:
                 self._computed.put((Kind.STOP, None))
@@ -156,10 +157,11 @@ class StageLoop:
         """Sender thread: answer batches."""
         while True:
             job, calls = self._computed.get()
-            if job is Kind.STOP:
+            if job == Kind.STOP:
                 return
             if isinstance(job, BatchJob):
-                _collect(job, calls)
+                if calls is not None:
+                    job.outputs = _collect(job, job.outputs, calls)
                 self._loop.answer(job)
             else:
                 self._loop.answer_ping()
@@ -167,16 +169,15 @@ class StageLoop:
             self._loop.report_freed()
 
 
-def _collect(job: BatchJob, calls: Calls | None) -> None:
-    """Wait for the calls of a stage, and replace the values of a batch by what they return."""
-    if calls is None:
-        return
-    positions = job.list_open()
-    job.values = []
+def _collect(job: BatchJob, values: list[Any], calls: Calls) -> list[Any]:
+    """Wait for the calls of a stage on these values of a batch, and return what they return."""
+    positions = job.list_open(len(values))
+    # The list of the batch, too, gives its values up.
+    values.clear()
     for position, call in zip(positions, calls, strict=True):
         error = call.exception()
         if error is None:
-            job.values.append(call.result())
+            values.append(call.result())
             continue
         failure = pickling.describe(error)
         is_fatal = breaks_device(error)
@@ -184,8 +185,9 @@ def _collect(job: BatchJob, calls: Calls | None) -> None:
         forget_frames(error)
         if is_fatal:
             job.fail(Kind.FATAL, failure)
-            return
+            return []
         job.errors[position] = failure
+    return values
 
 
 def _pass_errors(finish: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:

@@ -625,7 +625,7 @@ def test_no_worker_outlives_its_parent(program: Start, gate: Gate, state: str) -
         async def main():
             batcher = DynBatcher({model}, num_workers={2 if state == "idle" else 1})
             await batcher.open(wait_ready={state != "loading"})
-            tell([one.pid for one in session_of(batcher).pool.live.remaining()])
+            tell([one.pid for one in session_of(batcher).pool.alive()])
             if {state!r} != "idle":
                 await batcher.process_batched(1)
             await asyncio.Event().wait()
@@ -670,7 +670,7 @@ def test_a_program_that_forgets_to_stop_ends(
                     batcher.submit(1)
                     while not batcher.stats.running:
                         await asyncio.sleep(0)
-                tell(session_of(batcher).pool.live.remaining()[0].pid)
+                tell(session_of(batcher).pool.alive()[0].pid)
 
         asyncio.run(main())
         gc.collect()
@@ -702,7 +702,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         f"""
         import atexit
         import {kind}
-        from fast_batcher._parent import ending
+        from fast_batcher._parent.pool import end_forgotten_pools
 
         is_open = threading.Event()
 
@@ -713,7 +713,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             for batcher in batchers:
                 await batcher.open()
             pools = [session_of(batcher).pool for batcher in batchers]
-            tell([one.pid for pool in pools for one in pool.live.remaining()])
+            tell([one.pid for pool in pools for one in pool.alive()])
             is_open.set()
             await asyncio.Event().wait()
 
@@ -724,9 +724,9 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             tell([future.done() for future in waiting])
 
         # What is registered first is called last.
-        atexit.unregister(ending.end_forgotten_pools)
+        atexit.unregister(end_forgotten_pools)
         atexit.register(call_late)
-        atexit.register(ending.end_forgotten_pools)
+        atexit.register(end_forgotten_pools)
         threading.Thread(target={kind}.run, args=(main(),), daemon=True).start()
         is_open.wait()
         """

@@ -22,7 +22,7 @@ from waits import LIMIT, SOON, Gate, Watch, turns
 from fast_batcher._observers import Observers
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerLink, describe_exit
+from fast_batcher._parent.worker_process import Exit, WorkerProcess, describe_exit
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher.errors import WorkerStartupError
@@ -41,7 +41,7 @@ class Told:
         # Of the warm-up of the worker that was ready last.
         self.times: list[tuple[int, float]] = []
         # The workers that are ready, by id.
-        self.links: dict[int, WorkerLink] = {}
+        self.links: dict[int, WorkerProcess] = {}
         self._changed = asyncio.Event()
         self._pools: list[Pool] = []
 
@@ -70,7 +70,7 @@ class Told:
         """Send a batch."""
         self.links[worker].send(Kind.INPUT_ATOMS, 7, pickling.dumps(list(inputs)))
 
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
         self.times = times
         self.links[worker.id] = worker
         self._tell("ready", worker.id)
@@ -118,7 +118,7 @@ async def told() -> AsyncIterator[Told]:
 
 
 def pids_of(pool: Pool) -> list[int]:
-    return sorted(pid for worker in pool.live if (pid := worker.pid) is not None)
+    return sorted(pid for worker in [*pool.workers.values()] if (pid := worker.pid) is not None)
 
 
 def children_of(thread: threading.Thread) -> list[int]:
@@ -185,7 +185,7 @@ class SpeaksEarly:
     ],
 )
 async def test_a_worker_that_says_something_else_than_how_its_start_went_is_killed(
-    told: Told, caplog: pytest.LogCaptureFixture, kind: Kind, body: bytes
+    told: Told, caplog: pytest.LogCaptureFixture, kind: int, body: bytes
 ) -> None:
     told.open(SpeaksEarly, int(kind), body)
     await told.until(lambda: told.count("failed") == 1)
@@ -272,15 +272,15 @@ async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
     # The replacement would have been started by a timer; there is none, and no thread for it.
     assert all(one.restart_timer is None for one in pool._replicas)
     assert psutil.Process().children() == before
-    assert "fast_batcher-starter-tested" not in {one.name for one in threading.enumerate()}
+    assert "fast_batcher-spawner-tested" not in {one.name for one in threading.enumerate()}
 
 
 async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told: Told) -> None:
     """The kernel ends a worker when the thread that started it ends."""
     pool = await told.ready(Echo)
-    (starter,) = [one for one in threading.enumerate() if one.name == "fast_batcher-starter-tested"]
-    assert starter.daemon
-    assert pids_of(pool) == children_of(starter)
+    (spawner,) = [one for one in threading.enumerate() if one.name == "fast_batcher-spawner-tested"]
+    assert spawner.daemon
+    assert pids_of(pool) == children_of(spawner)
 
 
 @pytest.mark.parametrize(

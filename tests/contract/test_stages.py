@@ -55,7 +55,7 @@ class Follower(Observer):
 
 def last_begun(batcher: DynBatcher[Any, Any]) -> int | None:
     """The batch that the only worker began to compute last."""
-    (worker,) = session_of(batcher).pool.live.remaining()
+    (worker,) = session_of(batcher).pool.alive()
     return worker.read_begun()
 
 

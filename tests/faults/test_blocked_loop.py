@@ -42,8 +42,7 @@ def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerProcess:
 
 
 def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerProcess]:
-    workers = session_of(batcher).pool.live.remaining()
-    return [worker for worker in workers if isinstance(worker, WorkerProcess)]
+    return session_of(batcher).pool.alive()
 
 
 @pytest.fixture(params=["timer", "pump"])

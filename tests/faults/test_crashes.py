@@ -95,7 +95,7 @@ async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_
     """Fault F04."""
     async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
-        (handle,) = session_of(batcher).pool.live.remaining()
+        (handle,) = session_of(batcher).pool.alive()
         assert isinstance(handle, WorkerProcess)
         assert handle._live is not None
         reader = handle._live.channel._reader
@@ -296,7 +296,7 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         pool = session_of(batcher).pool
 
         def kill(index: int) -> None:
-            (handle,) = [handle for handle in pool.live if handle.index == index]
+            (handle,) = [handle for handle in [*pool.workers.values()] if handle.index == index]
             handle.kill()
 
         kill(0)

@@ -64,19 +64,19 @@ async def test_calls_that_the_pump_had_taken_end_with_an_error(
 async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
-        links = session_of(batcher).sender._links
-        ((worker, link),) = links.items()
-        del links[worker]
+        workers = session_of(batcher).pool.workers
+        ((worker, record),) = workers.items()
+        del workers[worker]
         lone = await outcome(call(batcher, "lone"))
         assert type(lone) is BatcherError
-        links[worker] = link
+        workers[worker] = record
         running = call(batcher, "running")
         visit = await gate.visit()
-        del links[worker]
+        del workers[worker]
         behind = [call(batcher, number) for number in range(2)]
         for one in behind:
             assert type(await outcome(one)) is BatcherError
-        links[worker] = link
+        workers[worker] = record
         visit.let_on()
         gate.close()
         assert await outcome(running) == "running"

@@ -1,13 +1,12 @@
 """Batches to frames and frames to outcomes: which frames are sent, and who gets what from them."""
 
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from models.returning import RefusesPickling
 
 from fast_batcher._core.values import Batch, Release, Request
-from fast_batcher._file_state import FileState
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._process import SLOW
 from fast_batcher._transport import pickling
@@ -28,29 +27,25 @@ class Wire:
     """A `BatchSender`, and the frames of its only worker; there is no shared memory."""
 
     id = WORKER
-    pid = slabs = outbox = None
-    stages = 1
-    pid = None
-    module_files: ClassVar[dict[str, FileState]] = {}
+    slabs = None
 
     def __init__(self) -> None:
-        self.sent: list[tuple[Kind, int, bytes]] = []
+        self.sent: list[tuple[int, int, bytes]] = []
         settings = Settings(max_frame_bytes=MAX_FRAME_BYTES)
         memory: Any = self
-        self.sender = BatchSender(settings, memory, self, "name")
-        self.sender.add_worker(self)
+        self.sender = BatchSender(settings, memory, {WORKER: memory}, self, "name")
 
     def _refuse(self, *_: object) -> Any:
         raise AssertionError("without shared memory nothing is copied, or found out later")
 
     run_in_thread = reserve = fill = skip = inputs_unsendable = _refuse
 
-    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+    def send(self, kind: int, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
         self.sent.append((kind, batch_id, body))
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[int]:
         return [kind for kind, _, _ in self.sent]
 
     def items(self) -> list[Any]:

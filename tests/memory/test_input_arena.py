@@ -73,7 +73,7 @@ def close_all(harness: SenderHarness) -> None:
 
 def test_the_inputs_of_a_batch_lie_one_behind_the_other(harness: SenderHarness) -> None:
     harness.dispatch(harness.arrive(*numbered(5)))
-    assert harness.kinds == [Kind.ROWS]
+    assert harness.kinds == [Kind.STAGED_INPUTS]
     assert runs(harness) == [(0, 5)]
     assert sums(harness.read()) == [0, 1, 2, 3, 4]
 
@@ -167,7 +167,7 @@ def test_large_inputs_are_copied_by_the_thread_and_their_batch_keeps_its_place(
     for _ in range(3):
         assert harness.kinds == [None, Kind.INPUT_ATOMS]
         harness.run_jobs(1)
-    assert harness.kinds == [Kind.ROWS, Kind.INPUT_ATOMS]
+    assert harness.kinds == [Kind.STAGED_INPUTS, Kind.INPUT_ATOMS]
     assert sums(harness.read()) == [0, 1, 2]
 
 
@@ -230,6 +230,7 @@ RESIZES = """
 import itertools
 import torch
 from sender_harness import SenderHarness
+from fast_batcher._transport.channels import KIND_NAMES
 
 
 def lose(how, where):
@@ -249,7 +250,7 @@ def lose(how, where):
     harness.run_jobs()
     (kind,) = harness.kinds
     if how == "resize":
-        return kind.name
+        return KIND_NAMES[kind]
     (value,) = harness.read()
     return int((value if where == "staged" else value["tensor"]).sum())
 

@@ -160,7 +160,7 @@ async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> 
     gc.disable()
     try:
         async with DynBatcher(Whereabouts, **settings) as batcher:
-            worker = weakref.ref(next(iter(session_of(batcher).pool.live)))
+            worker = weakref.ref(next(iter(session_of(batcher).pool.workers.values())))
             assert worker() is not None
             pid = await batcher.process_batched(None)
             if way == "killed":

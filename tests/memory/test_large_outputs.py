@@ -47,7 +47,7 @@ SIZES = sorted(
 
 def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[OutboxReader]:
     return [
-        one.outbox for one in session_of(batcher).pool._serving.values() if one.outbox is not None
+        one.outbox for one in session_of(batcher).pool.workers.values() if one.outbox is not None
     ]
 
 

@@ -38,8 +38,8 @@ from sessions import session_of
 from waits import LIMIT, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._transport.channels import Frame, Kind
-from fast_batcher._transport.pickling import dumps, loads
+from fast_batcher._transport.channels import Kind
+from fast_batcher._transport.pickling import loads
 from fast_batcher.errors import (
     PoisonRequestError,
     UnsendableValueError,
@@ -100,13 +100,10 @@ def test_an_input_is_locked_until_it_is_copied(harness: SenderHarness) -> None:
 
 
 def test_the_slabs_of_a_lost_worker_are_free(harness: SenderHarness) -> None:
-    lost = harness.worker.id
     for _ in range(2):
         harness.batch(np.zeros(SMALL, np.uint8))
     harness.replace_worker()
     assert harness.slabs.count == 0
-    harness.sender.free(lost, Frame(Kind.FREED, 0, 0.0, dumps([0])))  # it says so too late
-    harness.sender.remove_worker(lost, None)
 
 
 def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(
@@ -118,7 +115,7 @@ def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(
     harness.free()
     # Of the two batches that are left, the worker had the first when it forked.
     start, *_ = loads(harness.queue[0][2])
-    harness.sender.remove_worker(harness.worker.id, 1)
+    harness.lose_worker(inherited=1)
     assert harness.slabs.count == 1
     assert [*harness.slabs._ranges._taken] == [start]
 
@@ -134,7 +131,6 @@ def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
     harness: SenderHarness, caplog: pytest.LogCaptureFixture, stages: int
 ) -> None:
     harness.worker.stages = stages
-    harness.sender.add_worker(harness.worker)
     arrays = [np.full(5_000_000, number, np.uint8) for number in range(5)]
     for array in arrays:
         harness.batch(array)
@@ -339,7 +335,7 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
                 give_back_unused(batcher)
             await free(batcher)
             assert memory_of(slabs._fd) == 0
-            (handle,) = session_of(batcher).pool.live.remaining()
+            (handle,) = session_of(batcher).pool.alive()
             handle.kill()
             assert await batcher.process_batched(value) == digest(value)
         assert await batcher.process_batched(value) == digest(value)
@@ -353,7 +349,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
             await until_copying(batcher)
-            (handle,) = session_of(batcher).pool.live.remaining()
+            (handle,) = session_of(batcher).pool.alive()
             handle.kill()
             await until(lambda: batcher.stats.restarts == 1)
             # Its memory is that of the batch which was to be copied first.

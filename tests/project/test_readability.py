@@ -17,7 +17,7 @@ NAMES_DEFINED_TWICE = {
 # Where objects of the whole process are listed, or hooks of the whole process are set.
 PROCESS_WIDE = {
     "_process.py": "what a forked child has to close",
-    "_parent/ending.py": "pools that a program has forgotten to end",
+    "_parent/pool.py": "pools that a program has forgotten to end",
     "_local/engine.py": "threads that compute when the program ends",
     "_worker/main.py": "signals of processes that the model forks",
 }

@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +14,10 @@ from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.values import Batch, Release, Request
-from fast_batcher._file_state import FileState
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MOST_AT_ONCE
-from fast_batcher._shared_memory.inputs import Slabs, SlabViews
+from fast_batcher._parent.worker_process import end_leases
+from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
 from fast_batcher._transport.pickling import dumps
 from fast_batcher._worker.loop import InputReader
@@ -36,17 +36,17 @@ class Worker:
 
     outbox = None
     stages = 1
-    pid = None
-    module_files: ClassVar[dict[str, FileState]] = {}
+    is_alive = True
 
     def __init__(self, id: int, slabs: Slabs) -> None:
         self.id = id
         self.views = SlabViews(os.dup(slabs._fd), SIZE)
+        self.leases: dict[int, list[Slab]] = {}
         # Frames that it has not read, and reservations.
         self.queue: list[Any] = []
         self._reader = InputReader(self.views)
 
-    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+    def send(self, kind: int, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
         self.queue.append((kind, batch_id, body))
 
@@ -58,7 +58,7 @@ class Worker:
         self.queue.append(reservation)
         return reservation
 
-    def fill(self, reservation: Reservation, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+    def fill(self, reservation: Reservation, frames: Iterable[tuple[int, int, bytes]]) -> None:
         index = self.queue.index(reservation)
         self.queue[index : index + 1] = frames
 
@@ -85,20 +85,27 @@ class SenderHarness:
             max_frame_bytes=max_frame_bytes, shared_memory_threshold=4096, max_batch_size=8
         )
         memory: Any = self
-        self.sender = BatchSender(settings, memory, self, "name")
+        self.workers: dict[int, Any] = {}
+        self.sender = BatchSender(settings, memory, self.workers, self, "name")
         self.arena = self.sender.arena
         self._next_batch = 0
         self.worker = Worker(3, self.slabs)
-        self.sender.add_worker(self.worker)
+        self.workers[3] = self.worker
 
     def inputs_unsendable(self, _: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
         self.refused += refused
 
     def replace_worker(self) -> None:
         """The worker is dead, and another is ready."""
-        self.sender.remove_worker(self.worker.id, None)
+        self.lose_worker()
         self.worker = Worker(self.worker.id + 1, self.slabs)
-        self.sender.add_worker(self.worker)
+        self.workers[self.worker.id] = self.worker
+
+    def lose_worker(self, inherited: int | None = None) -> None:
+        """The worker is dead; its children may view batches up to this one."""
+        del self.workers[self.worker.id]
+        self.worker.is_alive = False
+        end_leases(self.worker.leases, inherited)
 
     def run_in_thread(self, job: Any, done: Any) -> None:
         self.jobs.append((job, done))
@@ -142,7 +149,7 @@ class SenderHarness:
         return self.worker.queue
 
     @property
-    def kinds(self) -> list[Kind | None]:
+    def kinds(self) -> list[int | None]:
         """Of the frames that the worker has not read; None stands for a reservation."""
         return [None if isinstance(one, Reservation) else one[0] for one in self.queue]
 

@@ -14,4 +14,4 @@ def session_of(batcher: DynBatcher[Any, Any]) -> LocalSession:
 
 def pids_of(batcher: DynBatcher[Any, Any]) -> list[int]:
     """The processes of its workers."""
-    return [one.pid for one in session_of(batcher).pool.live.remaining() if one.pid is not None]
+    return [one.pid for one in session_of(batcher).pool.alive() if one.pid is not None]

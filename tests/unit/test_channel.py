@@ -72,7 +72,7 @@ class Ends:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         ours, self.theirs = open_pipes(multiprocessing.get_context())
-        self.frames: list[tuple[Kind, int, bytes]] = []
+        self.frames: list[tuple[int, int, bytes]] = []
         self.ends: list[Exception | None] = []
         self._changed = asyncio.Event()
         # What is done with a frame after it was noted.
@@ -257,10 +257,10 @@ async def test_frames_keep_the_order_of_their_reservations_whatever_order_they_a
 ) -> None:
     choice = random.Random(seed)
     ends.worker(echo)
-    expected: list[tuple[Kind, int, bytes]] = []
-    open_places: list[tuple[Any, list[tuple[Kind, int, bytes]]]] = []
+    expected: list[tuple[int, int, bytes]] = []
+    open_places: list[tuple[Any, list[tuple[int, int, bytes]]]] = []
 
-    def make_frame() -> tuple[Kind, int, bytes]:
+    def make_frame() -> tuple[int, int, bytes]:
         expected.append((Kind.OUTPUTS, len(expected), choice.randbytes(choice.choice(SIZES[:-1]))))
         return Kind.INPUTS, *expected[-1][1:]
 

@@ -50,7 +50,7 @@ async def test_what_the_model_has_started_ends_with_a_worker_that_is_killed(comm
     async with DynBatcher(StartsProcesses) as batcher:
         pid = await batcher.process_batched(command)
         with Watch([pid]) as process:
-            (handle,) = session_of(batcher).pool.live.remaining()
+            (handle,) = session_of(batcher).pool.alive()
             handle.kill()
             await process.until_dead()
 
@@ -61,7 +61,7 @@ async def test_what_the_model_has_started_in_a_session_of_its_own_lives_on(is_ki
     pid = await batcher.process_batched(COMMANDS["a child"])
     with Watch([pid]) as process:
         if is_killed:
-            (handle,) = session_of(batcher).pool.live.remaining()
+            (handle,) = session_of(batcher).pool.alive()
             handle.kill()
         await close(batcher)
         assert process.survivors(0.0) == [pid]

@@ -12,6 +12,7 @@ from packed_frames import pack
 
 from fast_batcher._transport.channels import (
     HEADER_SIZE,
+    KIND_NAMES,
     MAX_JOINED,
     READ_SIZE,
     Frame,
@@ -76,7 +77,7 @@ def body_of(size: int) -> bytes:
 some_frames = st.lists(
     st.builds(
         Frame,
-        st.sampled_from(Kind),
+        st.sampled_from([*KIND_NAMES]),
         st.integers(0, 2**64 - 1),
         st.floats(allow_nan=False),
         st.one_of(

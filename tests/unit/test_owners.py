@@ -51,7 +51,7 @@ async def test_two_apps_share_a_batcher_until_the_last_of_them_ends(first: int) 
     batcher = DynBatcher(Echo)
     apps = [running(make_app(batcher)) for _ in range(2)]
     clients = [await app.__aenter__() for app in apps]
-    (worker,) = session_of(batcher).pool.live.remaining()
+    (worker,) = session_of(batcher).pool.alive()
     assert worker.pid is not None
     await apps[first].__aexit__(None, None, None)
     assert batcher.state == "open"

@@ -59,7 +59,7 @@ class Post:
         self.writer.close()
 
 
-def outcomes_in(frames: list[tuple[Kind, bytes]]) -> list[Any]:
+def outcomes_in(frames: list[tuple[int, bytes]]) -> list[Any]:
     """Outputs, and errors where there are none."""
     assert all(len(body) <= MAX_FRAME_BYTES for _, body in frames)
     return [

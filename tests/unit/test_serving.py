@@ -119,7 +119,7 @@ def serves(model: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("served", loops, indirect=True, ids=["plain", "stages"])
 
 
-def failure_in(frame: Frame, kind: Kind = Kind.FAILED) -> Any:
+def failure_in(frame: Frame, kind: int = Kind.FAILED) -> Any:
     assert frame.kind is kind
     return SerializedError(*pickling.loads(frame.body)).to_error()
 
@@ -227,9 +227,7 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
         (Kind.RAISED, "cuda is nice"),
     ],
 )
-def test_what_the_model_raises_tells_what_can_be_done(
-    served: Served, kind: Kind, text: str
-) -> None:
+def test_what_the_model_raises_tells_what_can_be_done(served: Served, kind: int, text: str) -> None:
     assert text in str(failure_in(served.ask(text), kind))
 
 

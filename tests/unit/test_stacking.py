@@ -25,9 +25,9 @@ def memory() -> Iterator[bytearray]:
     memory = bytearray(16 + COUNT * 6 * 4)
     view = memoryview(memory)
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) + 16
-    stacking.lent.append(stacking.make_piece(start, view[16:]))
+    stacking.lend([stacking.make_piece(start, view[16:])])
     yield memory
-    stacking.lent.clear()
+    stacking.lend(())
 
 
 def rows_in(memory: bytearray, kind: str) -> list[Any]:
@@ -47,11 +47,10 @@ def rows_in(memory: bytearray, kind: str) -> list[Any]:
 
 def know(rows: list[Any]) -> None:
     """Lend the same memory as what is made of these rows."""
-    (piece,) = stacking.lent
-    stacking.lent.clear()
+    (piece,) = stacking._lent
     base = getattr(rows[0], "base", None)
     whole = None if base is None else base.reshape(-1, *SHAPE)[: len(rows)]
-    stacking.lent.append(stacking.make_piece(piece.start, piece.memory, whole, rows))
+    stacking.lend([stacking.make_piece(piece.start, piece.memory, whole, rows)])
 
 
 def address(value: Any) -> int:
@@ -134,9 +133,9 @@ def test_neighbours_that_are_not_alike_are_not_rows(memory: bytearray, kind: str
 
 def test_what_begins_before_lent_memory_or_ends_behind_it_is_copied(memory: bytearray) -> None:
     rows = rows_in(memory, "array")
-    (piece,) = stacking.lent
+    (piece,) = stacking._lent
     for start, end in ((piece.start + 1, piece.end), (piece.start, piece.end - 1)):
-        stacking.lent[:] = [piece._replace(start=start, end=end)]
+        stacking.lend([piece._replace(start=start, end=end)])
         assert stacking.find_whole(rows) is None
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from models.base import Echo
 
-from fast_batcher import DynBatcher
-from fast_batcher._parent import placement
-from fast_batcher._parent.placement import (
+from fast_batcher import DynBatcher, _devices
+from fast_batcher._devices import (
     THREAD_VARIABLES,
     read_quota,
     thread_share,
@@ -31,8 +30,8 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def test_the_workers_of_all_batchers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_claims", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(placement, "usable_cores", lambda: 12)
+    monkeypatch.setattr(_devices, "_claims", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(_devices, "usable_cores", lambda: 12)
     one, other = DynBatcher(Echo, devices=["cuda:0", "cuda:1"]), DynBatcher(Echo)
     shared = DynBatcher(Echo, shared=True, workers_per_device=9, devices="cpu")
     assert thread_share(2) == 4
