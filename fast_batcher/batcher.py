@@ -665,6 +665,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
         settings = self._settings.changed(changes)
         if self._session is not None:
+            self._session.binding.require_own_thread("reconfigure()")
             self._session.reconfigure(settings)
         self._settings = settings
 
@@ -721,13 +722,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A snapshot of counts and quantiles."""
         if self._session is not None:
             return self._session.read_stats()
-        return self._ledger.counters.snapshot(
-            state=self.state,
-            workers_ready=0,
-            num_workers=self._settings.num_workers,
-            waiting=0,
-            running=0,
-        )
+        return self._ledger.counters.snapshot(self.state, self._settings.num_workers, (0, 0, 0))
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled, as a part of an app would be."""
@@ -763,8 +758,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         return session
 
     def _make_session(self) -> Session:
-        settings, ledger = self._settings, self._ledger
-        parts = self._model, settings, self._status, ledger
+        settings, status, ledger = self._settings, self._status, self._ledger
+        parts = self._model, settings, status, ledger
         session: Session
         if settings.shared:
             # Most programs need no host.
@@ -775,7 +770,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             session = LocalSession(*parts)
         if settings.cache is None:
             return session
-        return CachingSession(session, settings, ledger, self.name, self._model.weights)
+        return CachingSession(session, settings, status, ledger, self._model.weights)
 
     async def _reopen(self, spec: ModelSpec) -> None:
         """Open a broken batcher with another model, which it keeps if it can load it."""

@@ -1,6 +1,6 @@
 """The host's server: accepts API processes, and connects them to the one session.
 
-    API processes ==> Tenant --accept--> ReportingSession (scheduler, pool) ==> workers
+    API processes ==> Tenant --accept--> HostSession (scheduler, pool) ==> workers
 
 Host process, on the event loop's thread. The first API process brings settings and model; all that
 come later have the same, because these are part of the key of the host. Log records and events go
@@ -15,12 +15,13 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.host import Reporting, Tenancy
+from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Group, Request, State, settle
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._host.identity import identify_process
@@ -34,12 +35,14 @@ from fast_batcher._host.protocol import (
     pack_start_error,
 )
 from fast_batcher._host.rendezvous import check_peer
-from fast_batcher._host.tenant import HostAccess, Tenant
+from fast_batcher._host.tenant import HostSender, OpaquePickler, OpaqueReader, Tenant
+from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerLink
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import Status
 from fast_batcher._session.outcomes import Ledger, set_exception
-from fast_batcher._session.session import LocalSession, ValueAccess
+from fast_batcher._session.session import LocalSession
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.channels import Frame, Kind, pack_header
@@ -198,8 +201,13 @@ class MemoryRanges:
             )
 
 
-class ReportingSession(LocalSession):
-    """A session that reports each change of its workers, and rejects calls while it is broken."""
+class HostSession(LocalSession):
+    """The session of all API processes: reports each change of its workers.
+
+    It takes inputs and outputs as bytes: the host must not import the types of the app.
+    """
+
+    _reader = OpaqueReader()
 
     def __init__(
         self,
@@ -208,21 +216,31 @@ class ReportingSession(LocalSession):
         settings: Settings,
         status: Status,
         ledger: Ledger,
-        access: ValueAccess,
+        range_size: int,
         named_paths: list[str],
     ) -> None:
-        super().__init__(model_spec, settings, status, ledger, access)
         self._on_change = on_change
+        self._range_size = range_size
         self._named_paths = named_paths
         # States of the files that the first worker has loaded.
         self._loaded: dict[str, FileState] = {}
-        self.accept = self._accept
+        super().__init__(model_spec, settings, status, ledger)
 
-    def _accept(self, request: Request) -> None:
+    def _open_memory(self) -> MemoryService:
+        """Open memory for all ranges. The host writes nothing there."""
+        return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
+
+    def _make_sender(self) -> BatchSender:
+        return HostSender(self.settings, self.memory, self, self._name, OpaquePickler())
+
+    def _make_evaluator(self, methods: Sequence[Method]) -> None:
+        """Make none: the API processes have called the user's functions."""
+
+    def accept(self, request: Request) -> None:
         """Add a request to the queue, unless its process has not heard yet that this is broken."""
         error = self._status.broken_error()
         if error is None:
-            self.pump.accept(request)
+            super().accept(request)
         else:
             settle(request)
             set_exception(request, error)
@@ -288,7 +306,7 @@ class HostServer:
         self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
-        self._session: ReportingSession | None = None
+        self._session: HostSession | None = None
         self._status: Status | None = None
         self._ledger: Ledger | None = None
         self._ranges: MemoryRanges | None = None
@@ -466,9 +484,8 @@ class HostServer:
         session = self._session
         if session is None:
             return 0
-        waiting = session.scheduler.waiting + len(session.pump.arrivals)
         # Each API process may take its part before it hears of the others.
-        return (session.settings.queue_limit - waiting) // max(1, len(self._tenants))
+        return session.queue_room // max(1, len(self._tenants))
 
     # The session.
 
@@ -491,13 +508,13 @@ class HostServer:
         self._ledger = Ledger(hello.name, settings.num_workers)
         # The API processes log the changes that they see.
         self._status = Status(hello.name, self._ledger, is_logged=False)
-        self._session = ReportingSession(
+        self._session = HostSession(
             self.push_soon,
             ModelSpec(hello.model_name, hello.model),
             settings,
             self._status,
             self._ledger,
-            HostAccess(range_size),
+            range_size,
             hello.named_paths,
         )
         self._watch_supervisor(hello.supervisor)

@@ -13,27 +13,23 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Batch, Failure, Group, Request
 from fast_batcher._host.protocol import (
     FRAME_SIZE,
-    MAX_RANGES,
     OpaqueError,
     Pickled,
     is_atom,
     measure_packed,
     pack_outcome,
 )
-from fast_batcher._parent.sending import BatchSender, SenderEvents
-from fast_batcher._parent.staging import CopyState, MemoryService, StagedInput
+from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._parent.worker_process import WorkerLink
-from fast_batcher._session.outcomes import CostEvaluator
-from fast_batcher._session.session import OutcomeReader, ValueAccess
+from fast_batcher._session.outcomes import OutcomeReader
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
 from fast_batcher._transport.pickling import SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, UnsendableValueError
-from fast_batcher.settings import Settings
 
 if TYPE_CHECKING:
     from fast_batcher._session.session import Session
@@ -127,44 +123,6 @@ def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> 
     waiting.discard(arrived)
     if not waiting:
         send()
-
-
-class _NoEvaluator(CostEvaluator):
-    """API processes have called the user's functions."""
-
-    def __init__(self, settings: Settings, name: str) -> None:
-        super().__init__(settings, name)
-        self.is_needed = False
-
-
-class HostAccess(ValueAccess):
-    """Access to inputs and outputs that are bytes."""
-
-    reader = OpaqueReader()
-
-    def __init__(self, range_size: int) -> None:
-        self._range_size = range_size
-
-    def open_memory(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        settings: Settings,
-        name: str,
-    ) -> MemoryService:
-        """Open memory for all ranges. The host writes nothing there."""
-        return MemoryService(loop, MAX_RANGES * self._range_size, name)
-
-    def make_sender(
-        self, settings: Settings, memory: MemoryService, events: SenderEvents, name: str
-    ) -> BatchSender:
-        """Make a sender of pickles."""
-        return HostSender(settings, memory, events, name, OpaquePickler())
-
-    def make_evaluator(
-        self, settings: Settings, name: str, methods: Sequence[Method]
-    ) -> CostEvaluator:
-        """Make an evaluator that calls nothing."""
-        return _NoEvaluator(settings, name)
 
 
 logger = logging.getLogger("fast_batcher")

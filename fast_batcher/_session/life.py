@@ -320,13 +320,13 @@ class Status:
             self._waiters.append(waiter)
             await waiter
 
-    @property
-    def has_waiters(self) -> bool:
-        """Whether a caller waits for the end of the opening, and gets its error."""
-        return any(not waiter.done() for waiter in self._waiters)
-
     def fail_start(self, error: BatcherError) -> None:
         """Break: a worker could not load its model, or no host process could be started."""
+        # If a caller waits in `open`, the error is raised there.
+        if all(waiter.done() for waiter in self._waiters):
+            logger.error(
+                "%s: %s; calls fail until it is opened again", self.name, error, exc_info=error
+            )
         self._start_error = error
         self.move(Event.START_FAILED)
 
