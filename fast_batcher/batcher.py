@@ -29,9 +29,9 @@ from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._parent.placement import CoreClaim
-from fast_batcher._process import frozen, monotonic
+from fast_batcher._process import frozen
 from fast_batcher._session.cache import CachingSession
-from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many
+from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
 from fast_batcher._session.life import Owners, Status, call_on_end, call_on_sigterm
 from fast_batcher._session.offload import offload
 from fast_batcher._session.outcomes import Ledger, ThreadCaller
@@ -61,8 +61,6 @@ from fast_batcher.settings import (
     Settings,
     check_observers,
     check_seconds,
-    checked_priority,
-    checked_timeout,
     refuse_followers,
     reject_unknown_options,
     warn_about_workers,
@@ -239,13 +237,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         if binding.thread != get_ident() or not binding.loop.is_running():
             session = self._find_session()
             binding = session.binding
-        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: Future[OutputT] = Future(loop=binding.loop)
-        request = Request(value, future, deadline)
-        if timeout is not None:
-            request.timeout = timeout
-        if priority != 0:
-            request.priority = checked_priority(priority)
+        request = Request(value, future)
+        if timeout is not None or priority != 0:
+            set_options(request, timeout, priority)
         session.accept(request)
         try:
             return await future
@@ -374,11 +369,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         session = self._accepting_session(
             "submit() needs a batcher that has been opened on an event loop"
         )
-        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
-        request = Request(value, ThreadCaller(future), deadline)
-        request.timeout = timeout
-        request.priority = checked_priority(priority)
+        request = Request(value, ThreadCaller(future))
+        set_options(request, timeout, priority)
 
         # The future keeps the callback below; `held` lets the callback release the input.
         held = [request]

@@ -134,9 +134,14 @@ class MemoryRanges:
     keeps its range, in a forked child too.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, size: int, name: str) -> None:
-        self._loop = loop
+    def __init__(
+        self, slabs: Slabs | None, size: int, loop: asyncio.AbstractEventLoop, name: str
+    ) -> None:
+        # None without shared memory.
+        self._slabs = slabs
+        # Of a range, in bytes.
         self._size = size
+        self._loop = loop
         self._name = name
         self._free = [*range(MAX_RANGES)]
         # Range of each API process, by the id of its tenant.
@@ -147,13 +152,15 @@ class MemoryRanges:
         self._leaving: list[Tenant] = []
         self._has_warned = False
 
-    def grant(self, tenant: Tenant, slabs: Slabs) -> Grant | None:
+    def grant(self, tenant: Tenant) -> Grant | None:
         """Grant an API process a range; None if none is free, or no descriptor."""
+        if self._slabs is None:
+            return None
         if not self._free:
             self._warn()
             return None
         try:
-            memory = slabs.duplicate_fd()
+            memory = self._slabs.duplicate_fd()
         except OSError:
             return None
         try:
@@ -209,22 +216,29 @@ class HostSession(LocalSession):
 
     _reader = OpaqueReader()
 
-    def __init__(
-        self,
-        on_change: Callable[[], None],
-        model_spec: ModelSpec,
-        settings: Settings,
-        status: Status,
-        ledger: Ledger,
-        range_size: int,
-        named_paths: list[str],
-    ) -> None:
+    def __init__(self, hello: Hello, on_change: Callable[[], None]) -> None:
+        # Large outputs go through the pipe: a host cannot pass them on without a copy.
+        settings = Settings(
+            **{**hello.settings, "max_shared_bytes": 0},
+            cost=_called_before if hello.has_costs else None,
+            group_by=_called_before if hello.has_groups else None,
+        )
+        ledger = Ledger(hello.name, settings.num_workers)
+        # The API processes log the changes that they see.
+        status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
-        self._range_size = range_size
-        self._named_paths = named_paths
+        self._range_size = hello.settings["max_shared_bytes"] // SHARED_PART // PAGE * PAGE
+        self._named_paths = hello.named_paths
         # States of the files that the first worker has loaded.
         self._loaded: dict[str, FileState] = {}
-        super().__init__(model_spec, settings, status, ledger)
+        super().__init__(ModelSpec(hello.model_name, hello.model), settings, status, ledger)
+        slabs = self.memory.slabs
+        self.ranges = MemoryRanges(
+            slabs if isinstance(slabs, Slabs) else None,
+            self._range_size,
+            self.binding.loop,
+            self._name,
+        )
 
     def _open_memory(self) -> MemoryService:
         """Open memory for all ranges. The host writes nothing there."""
@@ -254,6 +268,41 @@ class HostSession(LocalSession):
                 # A later worker may have loaded a file that has changed.
                 self._loaded.setdefault(path, state)
         self._on_change()
+
+    def observe(self, observer: Observer) -> None:
+        """Call an observer from now on, once."""
+        if observer not in self._observers.active:
+            self._observers.add(observer)
+
+    def pack_state(self) -> bytes:
+        """Pack the state and the statistics for the API processes."""
+        error = self._status.broken_error()
+        start_error = given_up = None
+        if isinstance(error, NotReadyError):
+            given_up = (self._status.given_up_reason or "", error.retry_after or 0.0)
+        elif error is not None:
+            start_error = pack_start_error(error)
+        state = HostState(
+            state=str(self._status.state),
+            workers_ready=self.load[0],
+            stats=self.read_stats(),
+            explanation=self.explain(),
+            start_error=start_error,
+            given_up=given_up,
+        )
+        return dumps(tuple(state))
+
+    @property
+    def has_failed_to_start(self) -> bool:
+        """Whether a worker could not load the model."""
+        return self._status.has_failed_to_start
+
+    async def aclose(self) -> None:
+        """Finish the accepted requests, unless it is broken, and end the workers."""
+        if self._status.state is not State.BROKEN:
+            self.begin_drain()
+        await super().aclose()
+        self.end(0.0)
 
     def find_changed_file(self) -> str | None:
         """Return a file or folder that has changed since a worker loaded it, None without any."""
@@ -307,9 +356,6 @@ class HostServer:
         self._has_welcomed = False
         # Set by the first API process.
         self._session: HostSession | None = None
-        self._status: Status | None = None
-        self._ledger: Ledger | None = None
-        self._ranges: MemoryRanges | None = None
         self._is_push_scheduled = False
         self._supervisor = -1
         self._end_timer: asyncio.TimerHandle | None = None
@@ -390,21 +436,23 @@ class HostServer:
 
     def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
         """Handle a frame that is not about requests."""
-        kind = frame.kind
+        kind, session = frame.kind, self._session
         if tenant.id in self._strangers:
             if kind is Kind.HELLO:
                 self._strangers.pop(tenant.id)[1].cancel()
                 self._admit(tenant, Hello(*loads(frame.body)))
-        elif kind is Kind.PING:
+            return
+        assert session is not None, "the first HELLO has begun it"
+        if kind is Kind.PING:
             tenant.send(Kind.PONG)
         elif kind is Kind.STATE_READ:
             self._reporting.state_read(tenant.id)
         elif kind is Kind.OBSERVE:
-            self._observe(tenant)
-        elif kind is Kind.RECONFIGURE and self._session is not None:
-            self._session.reconfigure(self._session.settings.changed(loads(frame.body)))
+            self._observe(tenant, session)
+        elif kind is Kind.RECONFIGURE:
+            session.reconfigure(session.settings.changed(loads(frame.body)))
         elif kind is Kind.GOODBYE:
-            self._see_off(tenant)
+            self._see_off(tenant, session)
 
     def _admit(self, tenant: Tenant, hello: Hello) -> None:
         """Add an API process, unless a file has changed since a worker has loaded it."""
@@ -429,30 +477,25 @@ class HostServer:
 
     def _remove(self, tenant: Tenant) -> None:
         tenant.leave()
-        if self._ranges is not None:
-            self._ranges.leave(tenant)
+        if self._session is not None:
+            self._session.ranges.leave(tenant)
 
-    def _see_off(self, tenant: Tenant) -> None:
+    def _see_off(self, tenant: Tenant, session: HostSession) -> None:
         """Let a process go that has closed its batcher."""
         self._tenants.pop(tenant.id, None)
         self._remove(tenant)
         self._tenancy.said_goodbye(monotonic(), tenant.id)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
             self._stop_reporting(tenant)
-            tenant.send(Kind.FAREWELL, self._pack_state())
+            tenant.send(Kind.FAREWELL, session.pack_state())
             tenant.close()
         else:
             self._waiting.append(tenant)
         self._check_end()
 
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
-        if self._session is None:
-            self._begin(hello)
-        assert self._session is not None, "it has just begun"
-        assert self._ranges is not None, "it has just begun"
-        tenant.session = self._session
-        slabs = self._session.memory.slabs
-        grant = self._ranges.grant(tenant, slabs) if isinstance(slabs, Slabs) else None
+        session = tenant.session = self._session or self._begin(hello)
+        grant = session.ranges.grant(tenant)
         start, length, *fds = grant or (0, 0)
         body = dumps(tuple(Welcome(identify_process(os.getpid()), start, length, self.room)))
         frame = pack_header(Kind.WELCOME, len(body), 0, 0.0) + body
@@ -468,8 +511,8 @@ class HostServer:
             self._has_welcomed = True
             self._release_output()
         if hello.observes:
-            self._observe(tenant)
-        tenant.send(Kind.STATE, self._pack_state())
+            self._observe(tenant, session)
+        tenant.send(Kind.STATE, session.pack_state())
 
     def find_group(self, key: bytes) -> Group:
         """Return the group of requests with this pickled key."""
@@ -489,41 +532,20 @@ class HostServer:
 
     # The session.
 
-    def _begin(self, hello: Hello) -> None:
+    def _begin(self, hello: Hello) -> HostSession:
         """Start the workers."""
         sys.path[:] = hello.sys_path
         logging.getLogger().setLevel(hello.root_level)
         logging.getLogger("fast_batcher").setLevel(hello.library_level)
         logging.captureWarnings(hello.captures_warnings)
         logging.getLogger().addHandler(self._logs)
-        shared = hello.settings["max_shared_bytes"] // SHARED_PART
-        range_size = shared // PAGE * PAGE
-        self._ranges = MemoryRanges(self._loop, range_size, hello.name)
-        # Large outputs go through the pipe: a host cannot pass them on without a copy.
-        settings = Settings(
-            **{**hello.settings, "max_shared_bytes": 0},
-            cost=_called_before if hello.has_costs else None,
-            group_by=_called_before if hello.has_groups else None,
-        )
-        self._ledger = Ledger(hello.name, settings.num_workers)
-        # The API processes log the changes that they see.
-        self._status = Status(hello.name, self._ledger, is_logged=False)
-        self._session = HostSession(
-            self.push_soon,
-            ModelSpec(hello.model_name, hello.model),
-            settings,
-            self._status,
-            self._ledger,
-            range_size,
-            hello.named_paths,
-        )
+        session = self._session = HostSession(hello, self.push_soon)
         self._watch_supervisor(hello.supervisor)
-        self._session.begin()
+        session.begin()
+        return session
 
-    def _observe(self, tenant: Tenant) -> None:
-        assert self._ledger is not None, "it has begun"
-        if self._events not in self._ledger.observers.active:
-            self._ledger.observers.add(self._events)
+    def _observe(self, tenant: Tenant, session: HostSession) -> None:
+        session.observe(self._events)
         self._reporting.joined(tenant.id)
         self._choose_reporter()
 
@@ -569,8 +591,8 @@ class HostServer:
             self._loop.call_soon(self._push, context=Context())
 
     def _tick(self) -> None:
-        if self._ranges is not None:
-            self._ranges.reuse()
+        if self._session is not None:
+            self._session.ranges.reuse()
         self._choose_reporter()
         self._push()
         self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())
@@ -579,34 +601,14 @@ class HostServer:
         self._is_push_scheduled = False
         if self._session is None or not self._tenants:
             return
-        body = self._pack_state()
+        body = self._session.pack_state()
         for tenant in [*self._tenants.values()]:
             if tenant.session is not None:
                 tenant.report_freed()
                 tenant.tell(Kind.STATE, body)
                 self._reporting.state_sent(monotonic(), tenant.id)
-        if self._status is not None and self._status.has_failed_to_start:
+        if self._session.has_failed_to_start:
             self._end()
-
-    def _pack_state(self) -> bytes:
-        session, status = self._session, self._status
-        assert session is not None, "it has begun"
-        assert status is not None, "it has begun"
-        error = status.broken_error()
-        start_error = given_up = None
-        if isinstance(error, NotReadyError):
-            given_up = (status.given_up_reason or "", error.retry_after or 0.0)
-        elif error is not None:
-            start_error = pack_start_error(error)
-        state = HostState(
-            state=str(status.state),
-            workers_ready=session.load[0],
-            stats=session.read_stats(),
-            explanation=session.explain(),
-            start_error=start_error,
-            given_up=given_up,
-        )
-        return dumps(tuple(state))
 
     # The end.
 
@@ -678,14 +680,11 @@ class HostServer:
     async def aclose(self) -> None:
         """End the workers, and tell the last API process."""
         self._push_timer.cancel()
-        session, status = self._session, self._status
-        if session is not None and status is not None:
-            if status.state is not State.BROKEN:
-                session.begin_drain()
+        session = self._session
+        if session is not None:
             await session.aclose()
-            session.end(0.0)
             for tenant in self._present():
-                tenant.send(Kind.FAREWELL, self._pack_state(), number=1)
+                tenant.send(Kind.FAREWELL, session.pack_state(), number=1)
         with contextlib.suppress(ValueError):
             logging.getLogger().removeHandler(self._logs)
 

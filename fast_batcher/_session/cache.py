@@ -392,7 +392,7 @@ class CachingSession(Session):
             self._cache.store(computation.key, output)
 
     def take_error(self, computation: _Computation, error: BaseException) -> None:
-        """Fail the callers; if the request was late, compute again for those with later deadlines."""
+        """Fail the callers; if the request was late, compute again for later deadlines."""
         _, request = computation.release()
         if request is None:  # its last caller has left, and the queue has no room for it
             return
