@@ -474,7 +474,7 @@ class RemoteSession(Session):
         most = self.settings.max_queue_bytes
         if most is not None:
             request.size = measure_size(request.value)
-            waiting = sum([one.size for one in self._open])
+            waiting = sum([open_call.size for open_call in self._open])
             if waiting and waiting + request.size > most:
                 return False
         return self._room > len(self._arrivals) + ahead
@@ -584,7 +584,7 @@ class RemoteSession(Session):
             if request.staged is not None:
                 request.staged.release()
         loss = self._open.host_lost()
-        self._arrivals = {one.id: one for one in loss.again} | self._arrivals
+        self._arrivals = {request.id: request for request in loss.again} | self._arrivals
         for request in loss.failed:
             self._fail(
                 request, WorkerLostError("the host process died with this request"), "worker lost"

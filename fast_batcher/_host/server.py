@@ -556,7 +556,7 @@ class HostServer:
     def _choose_reporter(self) -> None:
         """Tell the API process that reports from now on, and the one before it."""
         before, chosen = self._reporter, self._reporting.choose(monotonic())
-        reporter = next((one for one in self._present() if one.id == chosen), None)
+        reporter = next((tenant for tenant in self._present() if tenant.id == chosen), None)
         if reporter is before:
             return
         self._reporter = reporter

@@ -95,8 +95,8 @@ class HostSender(BatchSender):
     ) -> list[tuple[Request, BatcherError]]:
         """Send a batch to its worker, as soon as all of its inputs are here."""
         requests = batch.requests
-        if any(one.staged is None or one.staged.slab is None for one in requests):
-            absent = [one.value for one in requests if type(one.value) is RowInput]
+        if any(request.staged is None or request.staged.slab is None for request in requests):
+            absent = [request.value for request in requests if type(request.value) is RowInput]
             if absent:
                 self._send_later(batch, absent)
                 return []
@@ -108,7 +108,7 @@ class HostSender(BatchSender):
             if request.staged is not None:
                 request.staged.release()
         link = self._links[batch.worker]
-        waiting = {id(one) for one in absent}
+        waiting = {id(value) for value in absent}
         send = functools.partial(self._fill, batch, link, link.reserve())
         for value in absent:
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
@@ -332,8 +332,8 @@ class Tenant:
     def _send_items(self, ids: list[int], packed: list[Any]) -> None:
         """Send outcomes in frames that are not longer than necessary."""
         begin = size = 0
-        for position, one in enumerate(packed, 1):
-            size += measure_packed(one)
+        for position, outcome in enumerate(packed, 1):
+            size += measure_packed(outcome)
             if size >= FRAME_SIZE or position == len(packed):
                 body = dumps((ids[begin:position], packed[begin:position], self._room))
                 self.send(Kind.ITEM_ANSWERS, body)

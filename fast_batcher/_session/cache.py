@@ -375,12 +375,12 @@ class CachingSession(Session):
 
     def _compute(self, computation: _Computation) -> None:
         """Send the input to the session below, with the latest deadline of the callers."""
-        leader = max(computation.callers, key=lambda one: one.deadline)
+        leader = max(computation.callers, key=lambda caller: caller.deadline)
         deadline = leader.deadline if leader.has_explicit_deadline else None
         request = computation.request = Request(leader.value, computation, deadline)
         request.timeout, request.target = leader.timeout, leader.target
         request.group = leader.group
-        request.priority = max(one.priority for one in computation.callers)
+        request.priority = max(caller.priority for caller in computation.callers)
         # A copy: the task that looks up may be running in the context itself.
         computation.context.copy().run(self._inner.accept, request)
 
@@ -398,11 +398,11 @@ class CachingSession(Session):
             return
         failed = computation.callers
         if _is_late(error, request):
-            failed = [one for one in failed if one.deadline <= request.deadline]
+            failed = [caller for caller in failed if caller.deadline <= request.deadline]
         for number, caller in enumerate(failed):
             if self._settle(caller):
                 set_exception(caller, copy_error(error) if number else error)
-        computation.callers = [one for one in computation.callers if not one.is_settled]
+        computation.callers = [caller for caller in computation.callers if not caller.is_settled]
         if computation.callers:
             self._compute(computation)
         else:
@@ -493,7 +493,9 @@ class CachingSession(Session):
 
     def _find_looked_up(self) -> list[_Computation]:
         """Return the computations that wait for the cache."""
-        return [one for one in self._by_key.values() if one.lookup is not None]
+        return [
+            computation for computation in self._by_key.values() if computation.lookup is not None
+        ]
 
     def begin_drain(self) -> None:
         """Expect no further requests, unless accepted ones are looked up and may be misses."""

@@ -79,19 +79,19 @@ class LoopBinding:
             "and does not survive a fork; open one in each process, for example in the lifespan"
         )
 
-    def require_closed_loop(self, what: str) -> None:
+    def require_closed_loop(self, call: str) -> None:
         """Raise if the event loop is not closed, so that no other may serve the session."""
         if not self.loop.is_closed():
             raise RuntimeError(
-                f"{self._name}: {what} comes from another event loop than the one that serves it, "
+                f"{self._name}: {call} comes from another event loop than the one that serves it, "
                 "which is still alive; from other threads use submit()"
             )
 
-    def require_own_thread(self, what: str) -> None:
+    def require_own_thread(self, call: str) -> None:
         """Raise if this is another thread than the event loop's."""
         if self.runs_elsewhere:
             raise RuntimeError(
-                f"{self._name}: {what} belongs to the thread of the event loop; from another one "
+                f"{self._name}: {call} belongs to the thread of the event loop; from another one "
                 "use loop.call_soon_threadsafe"
             )
 
@@ -130,7 +130,7 @@ class Owners:
     def enter(self, loop: asyncio.AbstractEventLoop) -> Owner:
         """Add an owner."""
         # Owners on a closed loop will never leave.
-        self._owners = [one for one in self._owners if not one.loop.is_closed()]
+        self._owners = [owner for owner in self._owners if not owner.loop.is_closed()]
         self._owners.append(Owner(loop))
         return self._owners[-1]
 
@@ -141,16 +141,16 @@ class Owners:
     def leave(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Remove an owner of this loop."""
         # Owners of one loop are interchangeable, except that owners of earlier openings go first.
-        owners = [one for one in self._owners if one.loop is loop]
+        owners = [owner for owner in self._owners if owner.loop is loop]
         if not owners:
             return True
-        owner = min(owners, key=lambda one: one.is_current)
+        owner = min(owners, key=lambda owner: owner.is_current)
         self._owners.remove(owner)
         return owner.is_current and not self.is_owned()
 
     def is_owned(self) -> bool:
         """Return whether the present opening has an owner on a loop that is not closed."""
-        return any(one.is_current and not one.loop.is_closed() for one in self._owners)
+        return any(owner.is_current and not owner.loop.is_closed() for owner in self._owners)
 
 
 logger = logging.getLogger("fast_batcher")
@@ -394,7 +394,7 @@ class Status:
             f"{self.name} was closed before it had answered"
         )
 
-    def reject_call(self, what: str) -> NoReturn:
+    def reject_call(self, reason: str) -> NoReturn:
         """Raise the error for a call that is not accepted."""
         broken_error = self.broken_error()
         if broken_error is not None:
@@ -406,4 +406,4 @@ class Status:
                 "`async with` opens a closed batcher again"
             )
         remedy = GIVE_LIFESPAN if "fastapi" in sys.modules else OPEN_IT
-        raise NotReadyError(f"{self.name}: {what}. {remedy}")
+        raise NotReadyError(f"{self.name}: {reason}. {remedy}")

@@ -77,7 +77,7 @@ class CostEvaluator:
         """Set the request's cost and group; return an error if the request must be rejected."""
         if self._methods and request.group is None:
             if self._infer is None:
-                names = ", ".join(f"methods.{one.name}" for one in self._methods)
+                names = ", ".join(f"methods.{method.name}" for method in self._methods)
                 return ConfigurationError(
                     f"{self._name}: the model has no infer; call process_batched of {names}"
                 )
@@ -308,7 +308,7 @@ class Counters:
         completed = ended.count("completed")
         self.outcomes["completed"] += completed
         if completed != len(ended):
-            self.outcomes.update(one for one in ended if one != "completed")
+            self.outcomes.update(outcome for outcome in ended if outcome != "completed")
 
     def count_batch(self, size: int, release: str) -> None:
         """Count a batch that is sent."""
@@ -324,8 +324,8 @@ class Counters:
         workers_ready, waiting, running = load
         # A wait counts for all requests of its batch.
         samples = self.list_samples()
-        waits = [(one.waited, one.size) for one in samples]
-        infer_times = [(one.infer_seconds, 1) for one in samples]
+        waits = [(sample.waited, sample.size) for sample in samples]
+        infer_times = [(sample.infer_seconds, 1) for sample in samples]
         queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
         infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))
         return BatcherStats(
@@ -368,7 +368,7 @@ class Ledger:
     def answer(self, batch: Batch, requests: list[Request], outcomes: list[Any]) -> None:
         """Give the callers of an answered batch their outcomes."""
         is_observed = bool(self.observers.active)
-        waiting = [one for one in requests if not one.is_settled] if is_observed else []
+        waiting = [request for request in requests if not request.is_settled] if is_observed else []
         ended: list[Outcome] = []
         # The lengths were compared when the answer was read.
         for request, outcome in zip(requests, outcomes):  # noqa: B905
@@ -386,13 +386,13 @@ class Ledger:
                 ended.append("cancelled")
         self.counters.count_outcomes(ended)
         if ended.count("completed") != len(requests) and "failed" not in ended:
-            failure = next((one for one in outcomes if one.__class__ is Failure), None)
+            failure = next((outcome for outcome in outcomes if outcome.__class__ is Failure), None)
             if failure is not None:
                 self.note_late_error(failure.error)
         if is_observed:
             worker = batch.worker % self._num_workers
-            told = list(zip(waiting, ended, strict=True))
-            self.observers.tell(describe_answer(self._name, batch, told, worker))
+            outcome_of = list(zip(waiting, ended, strict=True))
+            self.observers.tell(describe_answer(self._name, batch, outcome_of, worker))
 
     def note_late_error(self, error: BatcherError) -> None:
         """Count and log an error of a batch that no caller has got, because they had left."""

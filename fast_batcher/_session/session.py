@@ -266,7 +266,7 @@ class LocalSession(Session):
     def __init__(
         self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
     ) -> None:
-        methods = [Method(*one, settings.batch_limit) for one in model_spec.methods]
+        methods = [Method(*method, settings.batch_limit) for method in model_spec.methods]
         binding = LoopBinding(status.name)
         super().__init__(
             binding, {method.name: method for method in methods}, settings, status, ledger
@@ -348,7 +348,9 @@ class LocalSession(Session):
             self.scheduler.workers.not_sent_yet(now, worker, begun)
         for worker in answering:
             self._answering[worker] = now + REST_OF_FRAME
-        self._answering = {one: until for one, until in self._answering.items() if until > now}
+        self._answering = {
+            worker: until for worker, until in self._answering.items() if until > now
+        }
         self._advance(now, has_read=True)
         self._wake_at(min(self._answering.values(), default=math.inf))
 
@@ -366,7 +368,9 @@ class LocalSession(Session):
                     self._ledger.expire(action.request, to_error(), str(action.reason))
                 elif isinstance(action, Dispatch):
                     batch = action.batch
-                    self.inputs_unsendable(batch, [(one, to_error()) for one in batch.requests])
+                    self.inputs_unsendable(
+                        batch, [(request, to_error()) for request in batch.requests]
+                    )
         if wake_at is not None and wake_at < self._timer_at:
             self._wake_at(wake_at)
         if self._drained is not None:
@@ -729,7 +733,7 @@ class LocalSession(Session):
         for request in self.scheduler.open_requests():
             if is_beyond_reach(request):
                 self._cancel(request)
-        self._arrivals = [one for one in self._arrivals if not is_beyond_reach(one)]
+        self._arrivals = [request for request in self._arrivals if not is_beyond_reach(request)]
         self.run_soon()
         self.pool.rebind(loop)
 

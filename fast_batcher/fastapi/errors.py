@@ -82,7 +82,7 @@ class RecentErrors:
 
     def newest_first(self) -> list[RecentError]:
         """Return the latest groups of every code."""
-        found = [one for groups in self._latest.values() for one in groups.values()]
+        found = [group for groups in self._latest.values() for group in groups.values()]
         return sorted(found, reverse=True)
 
 
@@ -224,7 +224,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     try:
         return await request_validation_exception_handler(request, error)
     except (ValueError, RecursionError):
-        shown = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
+        shown = [{key: found[key] for key in ("type", "loc", "msg")} for found in error.errors()]
         body = json.dumps({"detail": shown})  # escapes lone surrogates
         return Response(body, 422, media_type="application/json")
 

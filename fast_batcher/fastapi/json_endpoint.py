@@ -83,7 +83,9 @@ class JsonEndpoint:
     def _refuse_dependencies(self, scope: Scope) -> None:
         """Check that no dependency is declared for the route of a request."""
         router = scope["app"].router
-        own = (one for one in router.routes if isinstance(one, Route) and one.endpoint is self)
+        own = (
+            route for route in router.routes if isinstance(route, Route) and route.endpoint is self
+        )
         is_own = any(route.matches(scope)[0] is Match.FULL for route in own)
         has_dependencies = bool(getattr(router, "dependencies", ()))
         if is_own and not has_dependencies:
@@ -152,9 +154,9 @@ def _make_request_error(error: ValidationError, content: bytes) -> RequestValida
         body = json.loads(content)
     except (ValueError, RecursionError):
         body = content.decode(errors="replace")
-        for one in details:
-            one["input"] = {}  # otherwise the whole body
-    found = [{**one, "loc": ("body", *one["loc"])} for one in details]
+        for detail in details:
+            detail["input"] = {}  # otherwise the whole body
+    found = [{**detail, "loc": ("body", *detail["loc"])} for detail in details]
     return RequestValidationError(found, body=body)
 
 
@@ -186,8 +188,8 @@ def _read_annotations(predict: Callable[[Any], Awaitable[Any]]) -> tuple[Any, An
         )
     for annotation in annotations:
         if get_origin(annotation) is Annotated and any(
-            isinstance(one, params.Depends | params.Param | params.Body)
-            for one in get_args(annotation)[1:]
+            isinstance(marker, params.Depends | params.Param | params.Body)
+            for marker in get_args(annotation)[1:]
         ):
             raise ConfigurationError(
                 f"JsonEndpoint({_name(predict)}): {annotation}: it does not do what FastAPI's "
