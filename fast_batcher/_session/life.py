@@ -3,7 +3,7 @@
     Status           the state, and the error that has broken the batcher
     LoopBinding      the process, event loop and thread that a session belongs to
     Owners           the lifespans and `async with` blocks that keep it open
-    call_on_signal   runs a callback on a signal, then the previous handler; main thread
+    CallOnSignal     runs a callback on a signal, then the previous handler; main thread
 
 A `Status` lives as long as its batcher; sessions come and go. Only `Status` changes the state, and
 it logs every change.
@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import dataclass
 from threading import get_ident
@@ -71,13 +71,10 @@ class LoopBinding:
     def require_own_process(self) -> None:
         """Raise if this is a forked copy."""
         if self.is_forked:
-            self._reject_fork()
-
-    def _reject_fork(self) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
-            "and does not survive a fork; open one in each process, for example in the lifespan"
-        )
+            raise RuntimeError(
+                f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
+                "and does not survive a fork; open one in each process, for example in the lifespan"
+            )
 
     def require_closed_loop(self, call: str) -> None:
         """Raise if the event loop is not closed, so that no other may serve the session."""
@@ -176,8 +173,12 @@ def call_on_sigterm(
         )
         yield
         return
-    with call_on_signal(signal.SIGTERM, loop, function, delay):
+    with CallOnSignal(signal.SIGTERM, loop, function, delay):
         yield
+
+
+# The signals that end a server.
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -187,39 +188,23 @@ def call_on_end(loop: asyncio.AbstractEventLoop, function: Callable[[], object])
     Outside the main thread it does nothing.
     """
     with ExitStack() as handlers:
-        for number in (signal.SIGINT, signal.SIGTERM) if _is_main_thread() else ():
-            handlers.enter_context(call_on_signal(number, loop, function))
+        for number in END_SIGNALS if _is_main_thread() else ():
+            handlers.enter_context(CallOnSignal(number, loop, function))
         yield
 
 
-@contextmanager
-def call_on_signal(
-    number: signal.Signals,
-    loop: asyncio.AbstractEventLoop,
-    function: Callable[[], object],
-    delay: float = 0.0,
-) -> Iterator[None]:
-    """Call a function on the loop at each such signal during the block, then the previous handler.
+class CallOnSignal(AbstractContextManager[None]):
+    """Calls a function on the loop at each such signal during the block, then the previous handler.
 
-    Only in the main thread.
+    The previous handler of the first signal is called after `delay` seconds. Main thread.
     """
-    handler = _Handler(number, loop, function, delay)
-    signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        handler.remove()
-
-
-class _Handler:
-    """A signal handler that runs a function on a loop, and the previous handler."""
 
     def __init__(
         self,
         number: signal.Signals,
         loop: asyncio.AbstractEventLoop,
         function: Callable[[], object],
-        delay: float,
+        delay: float = 0.0,
     ) -> None:
         self._number = number
         self._loop = loop
@@ -228,6 +213,9 @@ class _Handler:
         self._delay = delay
         self._before = signal.getsignal(number)
         self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        signal.signal(self._number, self)
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
         delay, self._delay = self._delay, 0.0
@@ -251,14 +239,12 @@ class _Handler:
             signal.signal(self._number, signal.SIG_DFL)
             signal.raise_signal(self._number)
 
-    def remove(self) -> None:
-        """Set the previous handler again.
-
-        A handler that was set meanwhile stays. A previous handler that was not set from Python
-        (None) cannot be restored.
-        """
+    def __exit__(self, *_: object) -> None:
+        """Set the previous handler again."""
         if self._timer is not None:
             self._timer.cancel()
+        # A handler that was set meanwhile stays. A previous handler that was not set from Python
+        # (None) cannot be restored.
         number, before = self._number, self._before
         if before is not None and signal.getsignal(number) is self:
             signal.signal(number, before)

@@ -256,6 +256,14 @@ def find_answer(error: errors.BatcherError | BodyError, queue_full_status: int) 
     return answer
 
 
+def public_text(error: errors.BatcherError) -> str:
+    """Return the text of an error that clients may read.
+
+    That of a model's constructor, for example, may hold secrets.
+    """
+    return find_answer(error, 503).detail or str(error)
+
+
 def _make_response(
     error: errors.BatcherError | BodyError, queue_full_status: int, *, debug: bool
 ) -> tuple[Response, str, str]:

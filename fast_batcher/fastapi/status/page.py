@@ -17,8 +17,6 @@ import base64
 import hashlib
 import json
 import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,10 +30,10 @@ from fastapi.params import Depends
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import call_on_signal
+from fast_batcher._session.life import call_on_end
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.fastapi.errors import find_answer, recent_errors
+from fast_batcher.fastapi.errors import find_answer, public_text, recent_errors
 from fast_batcher.fastapi.status.recorder import (
     ANSWERS,
     SHARES,
@@ -94,13 +92,7 @@ def find_problems(
 
 def _of_state(batcher: DynBatcher[Any, Any], stats: BatcherStats) -> Iterator[Problem]:
     if stats.state == "broken":
-        error = batcher.start_error
-        # Without the error of a model's constructor, which may hold secrets.
-        safe = "" if error is None else find_answer(error, 503).detail or str(error)
-        is_final = error is not None and not find_answer(error, 503).may_pass_later
-        hint = "; the log has its traceback, and it is not tried again" if is_final else ""
-        safe = safe.removeprefix(f"{batcher.name}: ")
-        yield Problem("critical", "Broken: every call fails at once", f"{safe}{hint}")
+        yield Problem("critical", "Broken: every call fails at once", _describe_break(batcher))
     elif stats.state == "closed":
         yield Problem("critical", "Closed: every call is rejected", "")
     elif stats.state == "new":
@@ -113,6 +105,16 @@ def _of_state(batcher: DynBatcher[Any, Any], stats: BatcherStats) -> Iterator[Pr
         yield Problem("warning", "Draining: new calls are rejected", f"{left:,} requests are left")
     elif stats.workers_ready and not batcher.is_ready:
         yield Problem("warning", "The server ends: readiness is off since SIGTERM", "")
+
+
+def _describe_break(batcher: DynBatcher[Any, Any]) -> str:
+    error = batcher.start_error
+    if error is None:
+        return ""
+    text = public_text(error).removeprefix(f"{batcher.name}: ")
+    if find_answer(error, 503).may_pass_later:
+        return text
+    return f"{text}; the log has its traceback, and it is not tried again"
 
 
 def _of_workers(stats: BatcherStats, recorder: Recorder, now: float) -> Iterator[Problem]:
@@ -333,7 +335,6 @@ def _read_memory(pid: int) -> int | None:
         return None
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds between two events.
 INTERVAL = 1.0
 # Events of a stream; then the page connects again. It bounds the shutdown of a server whose signals
@@ -370,12 +371,10 @@ class Streams:
 
     def _enter(self) -> None:
         self._open += 1
-        is_main = threading.current_thread() is threading.main_thread()
         if self._open == 1:
             self._ending = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            for number in SIGNALS if is_main else ():
-                self._handlers.enter_context(call_on_signal(number, loop, self._ending.set))
+            ends = call_on_end(asyncio.get_running_loop(), self._ending.set)
+            self._handlers.enter_context(ends)
 
     def _leave(self) -> None:
         self._open -= 1
