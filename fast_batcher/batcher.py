@@ -790,7 +790,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._begin_open()
         session = self._session
         if session is not None and session.binding.loop is not loop:
-            is_trying = self._status.is_given_up and session.binding.loop.is_closed()
+            is_trying = self._status.given_up is not None and session.binding.loop.is_closed()
             # The timer of the next try is lost with that loop.
             if self._status.takes_calls or is_trying:
                 session.binding.require_closed_loop("this call")

@@ -86,8 +86,8 @@ class HostInputs:
         self._name = name
         self._pickler = make_pickler(settings)
         self._watch = PicklingWatch(name)
-        self._memory = MemoryService(loop, 0, name)
-        self.arena = InputArena(self._memory, settings, self._warn)
+        self.memory = MemoryService(loop, 0, name)
+        self.arena = InputArena(self.memory, settings, self._warn)
         # Memory of rows that a worker may view, by the request's id.
         self._rows: dict[int, Slab] = {}
         # Memory of dead hosts that is being closed.
@@ -100,23 +100,23 @@ class HostInputs:
         if descriptors is not None:
             memory, lifeline = descriptors
             try:
-                slabs = self._memory.slabs = Slabs(length, memory, start)
+                slabs = self.memory.slabs = Slabs(length, memory, start)
             except OSError as error:
                 os.close(lifeline)
                 self._warn(error)
             else:
                 slabs.when_unmapped(functools.partial(os.close, lifeline))
-        self.arena = InputArena(self._memory, self._settings, self._warn)
+        self.arena = InputArena(self.memory, self._settings, self._warn)
         if self._has_large:
             self.arena.enable()
 
     def lose(self) -> None:
         """Forget the memory of a host that is dead."""
         self._rows.clear()
-        slabs, self._memory.slabs = self._memory.slabs, None
+        slabs, self.memory.slabs = self.memory.slabs, None
         if isinstance(slabs, Slabs):
             self._lost.append(slabs)
-            self._memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
+            self.memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
 
     def stage(self, request: Request) -> StagedInput | None:
         """Copy a large input into shared memory; return it if a thread still copies."""
@@ -133,7 +133,7 @@ class HostInputs:
     def pack(self, request: Request) -> bytes | Row | BatcherError:
         """Return the input of a request as a row of shared memory or as a pickle, or an error."""
         staged: StagedInput | None = request.staged
-        slabs = self._memory.slabs
+        slabs = self.memory.slabs
         if staged is not None and staged.slab is not None and isinstance(slabs, Slabs):
             self._rows[request.id] = staged.slab
             staged.release()
@@ -154,18 +154,10 @@ class HostInputs:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
 
-    def rebind(self, loop: AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed."""
-        self._memory.rebind(loop)
-
-    async def aclose(self) -> None:
-        """Unmap the memory on the copier thread."""
-        await self._memory.aclose()
-
     def close(self) -> None:
         """Unmap the memory and end the copier thread; may be called again."""
         self._rows.clear()
-        self._memory.close()
+        self.memory.close()
         for slabs in self._lost:  # the copier thread has ended before it came to them
             slabs.close()
         self._lost.clear()
@@ -438,7 +430,7 @@ class RemoteSession(Session):
             if request.staged is not None:
                 request.staged.release()
             if not is_beyond_reach(request):
-                self._fail(request, self._status.unanswered_error(), "closed")
+                self._fail(request, self.status.unanswered_error(), "closed")
         self._notice_drained()
 
     def _remove(self, request: Request) -> None:
@@ -559,7 +551,7 @@ class RemoteSession(Session):
             error.__cause__ = cause
         if self._hung_up is not None:
             self._hung_up.set()
-        elif self._status.state is State.OPENING:
+        elif self.status.state is State.OPENING:
             self._fail_start(error)
         else:
             logger.warning("%s: %s; trying again", self._name, error)
@@ -573,7 +565,7 @@ class RemoteSession(Session):
             return
         self._retry_requests()
         self._report(True)
-        if not self._status.has_failed_to_start:  # a host ends when its model cannot be loaded
+        if self.status.start_error is None:  # else it has ended because the model cannot be loaded
             logger.warning("%s: the host process has died; another takes its place", self._name)
             self._rejoin_later()
 
@@ -609,32 +601,32 @@ class RemoteSession(Session):
         """Bring the batcher into the state of its host."""
         self._host = host
         self._stats, self._explanation = host.stats, host.explanation
-        state = self._status.state
+        state = self.status.state
         if host.start_error is not None and state is State.OPENING:
             self._fail_start(unpack_start_error(host.start_error))
-        elif host.given_up is not None and (self._status.takes_calls or self._status.is_given_up):
+        elif host.given_up and (self.status.takes_calls or self.status.given_up):
             self._break(*host.given_up)
         elif host.state == State.OPEN:
             self._restarts.ready(monotonic())
             if state is State.OPENING:
-                self._status.move(Event.ALL_READY)
+                self.status.move(Event.ALL_READY)
             elif state is State.BROKEN:
-                self._status.recover()
+                self.status.recover()
 
     def _fail_start(self, error: BatcherError) -> None:
-        self._status.fail_start(error)
+        self.status.fail_start(error)
         self._fail_all()
 
     def _break(self, reason: str, seconds: float) -> None:
         """Fail calls at once, until the next try succeeds."""
-        self._status.give_up(reason, seconds)
+        self.status.give_up(reason, seconds)
         self._fail_all()
 
     # Life.
 
     def begin(self) -> None:
         """Join the host, or start it."""
-        self._status.begin()
+        self.status.begin()
         self._report(True)
         self._link.join()
 
@@ -653,7 +645,7 @@ class RemoteSession(Session):
         for request in [*self._open]:
             if is_beyond_reach(request):
                 self.abandon(request)
-        self._inputs.rebind(loop)
+        self._inputs.memory.rebind(loop)
         self.run_soon()
 
     async def reload(self, model_spec: ModelSpec) -> None:
@@ -680,7 +672,7 @@ class RemoteSession(Session):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.stop_timeout + END_GRACE):
                 await self._hung_up.wait()
-        await self._inputs.aclose()
+        await self._inputs.memory.aclose()
         self._release()
 
     def end(self, grace: float) -> None:

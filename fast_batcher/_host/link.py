@@ -494,7 +494,6 @@ class HostLink:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly this many bytes."""
     parts = []
     while count:
         part = connection.recv(count)

@@ -250,7 +250,6 @@ def _read_record(path: Path) -> ProcessIdentity | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a host's socket, its record and the facets of its key."""
     for file in (path, _record_of(path), _facets_of(path)):
         file.unlink(missing_ok=True)
 

@@ -190,7 +190,6 @@ class MemoryRanges:
                 self._free.append(self._granted.pop(tenant.id))
 
     def _unmapped(self, number: int) -> None:
-        """Handle the end of a lifeline."""
         lifeline = self._lifelines.pop(number)
         self._loop.remove_reader(lifeline)
         os.close(lifeline)
@@ -252,7 +251,7 @@ class HostSession(LocalSession):
 
     def accept(self, request: Request) -> None:
         """Add a request to the queue, unless its process has not heard yet that this is broken."""
-        error = self._status.broken_error()
+        error = self.status.broken_error()
         if error is None:
             super().accept(request)
         else:
@@ -276,14 +275,14 @@ class HostSession(LocalSession):
 
     def pack_state(self) -> bytes:
         """Pack the state and the statistics for the API processes."""
-        error = self._status.broken_error()
+        error = self.status.broken_error()
         start_error = given_up = None
         if isinstance(error, NotReadyError):
-            given_up = (self._status.given_up_reason or "", error.retry_after or 0.0)
+            given_up = (self.status.given_up or "", error.retry_after or 0.0)
         elif error is not None:
             start_error = pack_start_error(error)
         state = HostState(
-            state=str(self._status.state),
+            state=str(self.status.state),
             workers_ready=self.load[0],
             stats=self.read_stats(),
             explanation=self.explain(),
@@ -292,14 +291,9 @@ class HostSession(LocalSession):
         )
         return dumps(tuple(state))
 
-    @property
-    def has_failed_to_start(self) -> bool:
-        """Whether a worker could not load the model."""
-        return self._status.has_failed_to_start
-
     async def aclose(self) -> None:
         """Finish the accepted requests, unless it is broken, and end the workers."""
-        if self._status.state is not State.BROKEN:
+        if self.status.state is not State.BROKEN:
             self.begin_drain()
         await super().aclose()
         self.end(0.0)
@@ -533,7 +527,6 @@ class HostServer:
     # The session.
 
     def _begin(self, hello: Hello) -> HostSession:
-        """Start the workers."""
         sys.path[:] = hello.sys_path
         logging.getLogger().setLevel(hello.root_level)
         logging.getLogger("fast_batcher").setLevel(hello.library_level)
@@ -607,7 +600,7 @@ class HostServer:
                 tenant.report_freed()
                 tenant.tell(Kind.STATE, body)
                 self._reporting.state_sent(monotonic(), tenant.id)
-        if self._session.has_failed_to_start:
+        if self._session.status.start_error is not None:
             self._end()
 
     # The end.

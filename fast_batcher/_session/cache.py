@@ -419,7 +419,6 @@ class CachingSession(Session):
         self._deliveries.add(computation.callers, output, self.binding.loop)
 
     def _give(self, caller: Request, output: Any) -> None:
-        """End one call with its output."""
         if self._settle(caller):
             with suppress(asyncio.InvalidStateError):  # cancelled, in this turn of the loop
                 caller.caller.set_result(output)

@@ -273,9 +273,9 @@ class Status:
         # True after SIGTERM: calls are still answered, but probes report not ready.
         self.is_leaving = False
         # The error of the last failed start, None otherwise.
-        self._start_error: BatcherError | None = None
+        self.start_error: BatcherError | None = None
         # Reason for which the pool has given up for now, or None; and the moment of the next try.
-        self._given_up: str | None = None
+        self.given_up: str | None = None
         self._next_try = 0.0
         # Futures of the running `wait_while_opening` calls.
         self._waiters: list[asyncio.Future[None]] = []
@@ -285,7 +285,7 @@ class Status:
     def begin(self) -> None:
         """Start an opening, and clear the errors of the previous one."""
         self.is_leaving = False
-        self._start_error = self._given_up = None
+        self.start_error = self.given_up = None
         self.move(Event.OPEN)
 
     def move(self, event: Event) -> None:
@@ -313,44 +313,29 @@ class Status:
             logger.error(
                 "%s: %s; calls fail until it is opened again", self.name, error, exc_info=error
             )
-        self._start_error = error
+        self.start_error = error
         self.move(Event.START_FAILED)
 
     def give_up(self, reason: str, seconds: float) -> None:
         """Break: all restarts are spent, and the next try is `seconds` away."""
-        self._given_up, self._next_try = reason, monotonic() + seconds
+        self.given_up, self._next_try = reason, monotonic() + seconds
         if self.state in (State.OPENING, State.OPEN):
             self.move(Event.GIVEN_UP)
 
     def recover(self) -> None:
         """Recover: a worker is ready again after all had spent their restarts."""
-        self._given_up = None
+        self.given_up = None
         self.move(Event.RECOVERED)
 
     def end(self) -> None:
         """Close; legal in every state but CLOSED."""
-        self._given_up = None
+        self.given_up = None
         self.move(Event.CLOSE)
 
     @property
     def takes_calls(self) -> bool:
         """Whether calls are accepted."""
         return self.state is State.OPEN or self.state is State.OPENING
-
-    @property
-    def given_up_reason(self) -> str | None:
-        """Reason for which the pool has given up for now, None if it has not."""
-        return self._given_up
-
-    @property
-    def has_failed_to_start(self) -> bool:
-        """Whether the last start has failed."""
-        return self._start_error is not None
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether every worker has spent its restarts, and another try is to come."""
-        return self._given_up is not None
 
     @property
     def broken_seconds(self) -> float | None:
@@ -362,15 +347,15 @@ class Status:
 
         Each caller gets its own error object: a shared one would collect tracebacks.
         """
-        if self._start_error is not None:
-            error = copy.copy(self._start_error)
-            error.__cause__ = self._start_error.__cause__
+        if self.start_error is not None:
+            error = copy.copy(self.start_error)
+            error.__cause__ = self.start_error.__cause__
             return error
-        if self._given_up is None:
+        if self.given_up is None:
             return None
         seconds = max(0.0, self._next_try - monotonic())
         return NotReadyError(
-            f"{self.name}: {self._given_up}; the next try is in {seconds:.3g} seconds",
+            f"{self.name}: {self.given_up}; the next try is in {seconds:.3g} seconds",
             retry_after=seconds,
         )
 

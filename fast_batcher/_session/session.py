@@ -100,7 +100,7 @@ class Session(ABC):
         # The methods of a model that has several, by name.
         self.methods = methods
         self.settings = settings
-        self._status = status
+        self.status = status
         self._ledger = ledger
         self._name = status.name
         self._is_scheduled = False
@@ -147,7 +147,7 @@ class Session(ABC):
 
     def read_stats(self) -> BatcherStats:
         """Return a snapshot of the counts and the load."""
-        state, workers = self._status.state, self.settings.num_workers
+        state, workers = self.status.state, self.settings.num_workers
         return self._ledger.counters.snapshot(state, workers, self.load)
 
     @abstractmethod
@@ -297,7 +297,6 @@ class LocalSession(Session):
         self._seen_ready: set[int] = set()
 
     def _open_memory(self) -> MemoryService:
-        """Open the memory that is shared with the workers."""
         return MemoryService(self.binding.loop, self.settings.max_shared_bytes, self._name)
 
     def _make_sender(self) -> BatchSender:
@@ -391,7 +390,7 @@ class LocalSession(Session):
             return
         self._ledger.counters.submitted += len(arrivals) - len(rejected)
         for request, rejection in rejected:
-            error = self._status.broken_error() or rejection.to_error()
+            error = self.status.broken_error() or rejection.to_error()
             self._ledger.reject(request, error, rejection.reason)
 
     # From the queue to the worker.
@@ -583,7 +582,6 @@ class LocalSession(Session):
         self._notice_drained()
 
     def _cancel(self, request: Request) -> None:
-        """Cancel a request in the scheduler, and count it."""
         if self.scheduler.cancel(request):
             waits = request.phase in (Phase.QUEUED, Phase.RETRYING)
             self._ledger.cancel(request, "waiting" if waits else "running")
@@ -652,11 +650,11 @@ class LocalSession(Session):
             self._ledger.counters.restarts += 1
             self._observers.tell(WorkerChanged(self._name, index, "restarted", worker.pid))
         self._seen_ready.add(index)
-        if self._status.state is State.OPENING:
+        if self.status.state is State.OPENING:
             if len(self._seen_ready) == self.settings.num_workers:
-                self._status.move(Event.ALL_READY)
-        elif self._status.state is State.BROKEN:
-            self._status.recover()
+                self.status.move(Event.ALL_READY)
+        elif self.status.state is State.BROKEN:
+            self.status.recover()
         self._advance(monotonic())
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
@@ -685,16 +683,16 @@ class LocalSession(Session):
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         """Break the batcher while it opens; afterwards only log, because the pool tries again."""
-        if self._status.state is not State.OPENING:
+        if self.status.state is not State.OPENING:
             logger.warning("%s: %s; trying again", self._name, error, exc_info=error)
             return
-        self._status.fail_start(error)
+        self.status.fail_start(error)
         self.pool.abandon()
         self._fail_open_requests()
 
     def workers_given_up(self, reason: str, seconds: float) -> None:
         """Break the batcher: calls fail at once until the next try of a worker succeeds."""
-        self._status.give_up(reason, seconds)
+        self.status.give_up(reason, seconds)
         self._submit_arrivals(monotonic())
         self._fail(self.scheduler.give_up())
         self._notice_drained()
@@ -711,7 +709,7 @@ class LocalSession(Session):
 
     def begin(self) -> None:
         """Start the workers, which report to `worker_ready` and `worker_failed_to_start`."""
-        self._status.begin()
+        self.status.begin()
         self._observers.watch_collector()
         self.pool.open()
 
@@ -768,7 +766,6 @@ class LocalSession(Session):
             self._notice_drained()
 
     def _fail_open_requests(self) -> None:
-        """Fail every request that has not been answered."""
         self._submit_arrivals(monotonic())
         self._observers.lose(self.scheduler.workers.all_batches(), "closed")
         self._fail(self.scheduler.close())
@@ -779,7 +776,7 @@ class LocalSession(Session):
             if is_beyond_reach(request):
                 self._ledger.cancel(request, "event loop closed")
             else:
-                error = self._status.unanswered_error()
+                error = self.status.unanswered_error()
                 is_closed = isinstance(error, BatcherClosedError)
                 self._ledger.fail(request, error, "closed" if is_closed else "broken")
 
@@ -799,7 +796,6 @@ def _make_scheduler(settings: Settings, methods: Sequence[Method]) -> Scheduler:
 
 
 def _limits_of(settings: Settings) -> Limits:
-    """Select the settings of the scheduler."""
     return Limits(
         max_batch_size=settings.batch_limit,
         max_queue_size=settings.queue_limit,

@@ -65,7 +65,11 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         self._refuse_dependencies(scope)
-        body = self._validate(await _read_json(scope, receive))
+        content = await _read_json(scope, receive)
+        try:
+            body = self._read(content)
+        except ValidationError as error:
+            raise _make_request_error(error, content) from None
         if self._ends_by_disconnect:
             async with EndedByDisconnect(receive):
                 result = await self._predict(body)
@@ -104,13 +108,6 @@ class JsonEndpoint:
             f"itself, not of {place}: app.router.add_route(path, endpoint)"
         )
 
-    def _validate(self, content: bytes) -> Any:
-        """Parse and validate the body of a request."""
-        try:
-            return self._read(content)
-        except ValidationError as error:
-            raise _make_request_error(error, content) from None
-
 
 def _find_mount(scope: Scope) -> str:
     """Return the path at which an app or a router is mounted that has the route; "" without."""
@@ -121,7 +118,6 @@ def _find_mount(scope: Scope) -> str:
 
 
 async def _read_json(scope: Scope, receive: Receive) -> bytes:
-    """Read a body whose Content-Type is JSON."""
     kind = b""
     for name, value in scope["headers"]:
         if name == b"content-type":
