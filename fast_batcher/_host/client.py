@@ -508,6 +508,9 @@ class RemoteSession(Session):
             expired=host.expired + here.expired,
             cancelled=host.cancelled + here.cancelled,
             rejected=host.rejected + here.rejected,
+            cache_hits=here.cache_hits,
+            cache_misses=here.cache_misses,
+            cache_coalesced=here.cache_coalesced,
         )
 
     def explain(self) -> Explanation:

@@ -437,15 +437,8 @@ class CachingSession(Session):
         return self._inner.load
 
     def read_stats(self) -> BatcherStats:
-        """Return the statistics of the session that computes, and the counts of the cache."""
-        results = self._ledger.counters.cache_results
-        return replace(
-            self._inner.read_stats(),
-            cache_hits=results["hit"],
-            cache_misses=results["miss"],
-            cache_coalesced=results["coalesced"],
-            cache_lookups=len(self._lookups),
-        )
+        """Return the statistics of the session that computes, and the present look-ups."""
+        return replace(self._inner.read_stats(), cache_lookups=len(self._lookups))
 
     def explain(self) -> Explanation:
         """Explain the size of the recent batches."""
