@@ -50,13 +50,7 @@ from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import NotReadyError, WorkerStartupError
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import (
-    BatchAnswered,
-    CollectionPaused,
-    Observer,
-    RequestEnded,
-    WorkerChanged,
-)
+from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
 # Finds an API process, None without one.
@@ -94,22 +88,12 @@ class EventForwarder(Observer):
     def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
 
-    def batch_answered(self, event: BatchAnswered) -> None:
-        """Pass on an answered batch."""
-        self._send(event)
-
-    def request_ended(self, event: RequestEnded) -> None:
-        """Pass on the end of a request."""
-        self._send(event)
-
-    def worker_changed(self, event: WorkerChanged) -> None:
-        """Pass on a change of a worker."""
-        self._send(event)
-
-    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused) -> None:
+    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged) -> None:
         reporter = self._find_reporter()
         if reporter is not None:
             reporter.tell(Kind.EVENT, dumps(event))
+
+    batch_answered = request_ended = worker_changed = _send
 
 
 logger = logging.getLogger("fast_batcher")
