@@ -168,19 +168,16 @@ class _Computation:
         self.is_cacheable = is_cacheable
         # The callers that still wait, in order of arrival.
         self.callers: list[Request] = []
-        # Waits for the cache; None before and after that.
-        self.lookup: asyncio.Task[None] | None = None
-        # The request of the session below; None before a miss.
+        # The request of the session below; None before a miss, and after its end.
         self.request: Request | None = None
         # For the functions `cost` and `group_by`, and for observers.
         self.context = copy_context()
         self._session = session
 
-    def release(self) -> tuple["asyncio.Task[None] | None", Request | None]:
-        """Return the task and the request, which refer to this computation, and forget them."""
-        released = self.lookup, self.request
-        self.lookup = self.request = None
-        return released
+    def release_request(self) -> Request | None:
+        """Return the request, which refers to this computation, and forget it."""
+        request, self.request = self.request, None
+        return request
 
     def set_result(self, output: Any) -> None:
         """Take the output of the model."""
@@ -206,8 +203,8 @@ class CachingSession(Session):
         # The computations that further callers may join, by key; and those of each open call.
         self._by_key: dict[Any, _Computation] = {}
         self._joined: dict[Request, _Computation] = {}
-        # The tasks that wait for the cache.
-        self._lookups: set[asyncio.Task[None]] = set()
+        # The computations that wait for the cache, and the tasks that do so.
+        self._lookups: dict[_Computation, asyncio.Task[None]] = {}
         self._deliveries = Deliveries(self._give)
         # The deadlines of the open calls.
         self._calls = OpenCalls(settings.timeout, idempotent=settings.idempotent)
@@ -293,11 +290,10 @@ class CachingSession(Session):
                 computation.request.value = computation.callers[0].value
             return False
         self._forget(computation)
-        lookup, queued = computation.release()
-        if lookup is not None:
-            self._lookups.discard(lookup)
-            if not lookup.get_loop().is_closed():
-                lookup.cancel()
+        lookup = self._lookups.pop(computation, None)
+        if lookup is not None and not lookup.get_loop().is_closed():
+            lookup.cancel()
+        queued = computation.release_request()
         if queued is not None:
             self._inner.abandon(queued)
         return lookup is not None
@@ -349,20 +345,14 @@ class CachingSession(Session):
         task = self.binding.loop.create_task(
             self._wait_for(computation, found), context=computation.context
         )
-        computation.lookup = task
-        self._lookups.add(task)
-        task.add_done_callback(self._note_looked_up)
+        self._lookups[computation] = task
+        task.add_done_callback(lambda _: self._notice_drained())
 
     async def _wait_for(self, computation: _Computation, found: Awaitable[Any]) -> None:
         output = await found
-        lookup, _ = computation.release()
-        if lookup is not None:  # else the cache has ignored the cancellation of this task
-            self._lookups.discard(lookup)
+        # Otherwise the cache has ignored the cancellation of this task.
+        if self._lookups.pop(computation, None) is not None:
             self._take_found(computation, output)
-
-    def _note_looked_up(self, task: "asyncio.Task[None]") -> None:
-        self._lookups.discard(task)
-        self._notice_drained()
 
     def _take_found(self, computation: _Computation, found: Any) -> None:
         """Deliver the output that the cache has, or let the session below compute a missing one."""
@@ -386,14 +376,14 @@ class CachingSession(Session):
 
     def take_output(self, computation: _Computation, output: Any) -> None:
         """Deliver the output of the model, and store it."""
-        computation.release()
+        computation.release_request()
         self._deliver(computation, output)
         if computation.is_cacheable:
             self._cache.store(computation.key, output)
 
     def take_error(self, computation: _Computation, error: BaseException) -> None:
         """Fail the callers; if the request was late, compute again for later deadlines."""
-        _, request = computation.release()
+        request = computation.release_request()
         if request is None:  # its last caller has left, and the queue has no room for it
             return
         failed = computation.callers
@@ -476,18 +466,12 @@ class CachingSession(Session):
         for request in [*self._joined]:
             if is_beyond_reach(request):
                 self.abandon(request)
+        looked_up = [*self._lookups]
         self._lookups.clear()
-        for computation in self._find_looked_up():
-            computation.lookup = None
+        for computation in looked_up:
             computation.context.run(self._look_up, computation)
         self._deliveries.rebind(loop)
         self._wake_at(self._calls.next_expiry)
-
-    def _find_looked_up(self) -> list[_Computation]:
-        """Return the computations that wait for the cache."""
-        return [
-            computation for computation in self._by_key.values() if computation.lookup is not None
-        ]
 
     def begin_drain(self) -> None:
         """Expect no further requests, unless accepted ones are looked up and may be misses."""
@@ -496,7 +480,8 @@ class CachingSession(Session):
 
     def _is_drained(self) -> bool:
         """Return whether no output is being looked up."""
-        return not self._lookups
+        # A task may have been cancelled together with all others of its loop.
+        return all(task.done() for task in self._lookups.values())
 
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for look-ups, and as long for computations; then end."""
@@ -515,7 +500,7 @@ class CachingSession(Session):
     def _end_calls(self) -> None:
         """Fail the calls whose outputs are being looked up, and deliver the outputs of others."""
         self._deliveries.finish()
-        for computation in self._find_looked_up():
+        for computation in [*self._lookups]:
             for caller in [*computation.callers]:
                 if is_beyond_reach(caller):
                     self.abandon(caller)
