@@ -53,9 +53,9 @@ class BatchContexts:
     def join_pickled(self, pickled: list[bytes]) -> AbstractContextManager[None]:
         """Return the context manager of one batch, which enters and exits these, each pickled."""
         contexts: list[AbstractContextManager[Any]] = []
-        for one in pickled:
+        for data in pickled:
             try:
-                contexts.append(pickle.loads(one))
+                contexts.append(pickle.loads(data))
             except Exception as error:  # noqa: BLE001  the observer's code
                 self._log(error)
         return self.join(contexts)

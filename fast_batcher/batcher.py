@@ -29,9 +29,9 @@ from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._devices import CoreClaim
-from fast_batcher._process import frozen, monotonic
+from fast_batcher._process import frozen
 from fast_batcher._session.cache import CachingSession
-from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many
+from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
 from fast_batcher._session.life import Owners, Status, call_on_end, call_on_sigterm
 from fast_batcher._session.offload import offload
 from fast_batcher._session.outcomes import Ledger, ThreadCaller
@@ -61,8 +61,6 @@ from fast_batcher.settings import (
     PolicyName,
     Reconfiguration,
     Settings,
-    checked_priority,
-    checked_timeout,
     refuse_followers,
     reject_unknown_options,
     warn_about_workers,
@@ -239,13 +237,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         if binding.thread != get_ident() or not binding.loop.is_running():
             session = self._find_session()
             binding = session.binding
-        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: Future[OutputT] = Future(loop=binding.loop)
-        request = Request(value, future, deadline)
-        if timeout is not None:
-            request.timeout = timeout
-        if priority != 0:
-            request.priority = checked_priority(priority)
+        request = Request(value, future)
+        if timeout is not None or priority != 0:
+            set_options(request, timeout, priority)
         session.accept(request)
         try:
             return await future
@@ -374,11 +369,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         session = self._accepting_session(
             "submit() needs a batcher that has been opened on an event loop"
         )
-        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
-        request = Request(value, ThreadCaller(future), deadline)
-        request.timeout = timeout
-        request.priority = checked_priority(priority)
+        request = Request(value, ThreadCaller(future))
+        set_options(request, timeout, priority)
 
         # The future keeps the callback below; `held` lets the callback release the input.
         held = [request]
@@ -665,6 +658,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
         settings = self._settings.changed(changes)
         if self._session is not None:
+            self._session.binding.require_own_thread("reconfigure()")
             self._session.reconfigure(settings)
         self._settings = settings
 
@@ -721,13 +715,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A snapshot of counts and quantiles."""
         if self._session is not None:
             return self._session.read_stats()
-        return self._ledger.counters.snapshot(
-            state=self.state,
-            workers_ready=0,
-            num_workers=self._settings.num_workers,
-            waiting=0,
-            running=0,
-        )
+        return self._ledger.counters.snapshot(self.state, self._settings.num_workers, (0, 0, 0))
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled, as a part of an app would be."""
@@ -763,8 +751,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         return session
 
     def _make_session(self) -> Session:
-        settings, ledger = self._settings, self._ledger
-        parts = self._model, settings, self._status, ledger
+        settings, status, ledger = self._settings, self._status, self._ledger
+        parts = self._model, settings, status, ledger
         session: Session
         if settings.shared:
             # Most programs need no host.
@@ -775,7 +763,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             session = LocalSession(*parts)
         if settings.cache is None:
             return session
-        return CachingSession(session, settings, ledger, self.name, self._model.weights)
+        return CachingSession(session, settings, status, ledger, self._model.weights)
 
     async def _reopen(self, spec: ModelSpec) -> None:
         """Open a broken batcher with another model, which it keeps if it can load it."""
@@ -802,7 +790,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._begin_open()
         session = self._session
         if session is not None and session.binding.loop is not loop:
-            is_trying = self._status.is_given_up and session.binding.loop.is_closed()
+            is_trying = self._status.given_up is not None and session.binding.loop.is_closed()
             # The timer of the next try is lost with that loop.
             if self._status.takes_calls or is_trying:
                 session.binding.require_closed_loop("this call")

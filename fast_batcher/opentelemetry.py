@@ -136,7 +136,7 @@ class OpenTelemetryObserver(Observer):
         callers = _find_spans(event.contexts)
         if not callers:
             return None
-        sampled = {key: one for key, one in callers.items() if _is_sampled(one)}
+        sampled = {key: span for key, span in callers.items() if _is_sampled(span)}
         if not sampled:  # the model's own spans must not be sampled either
             unsampled = next(iter(callers.values()))
             return CurrentContext(set_span_in_context(unsampled, Context()))
@@ -146,7 +146,7 @@ class OpenTelemetryObserver(Observer):
             f"{event.model} batch",
             # The child of a sampled span is sampled by every usual sampler; a root might not be.
             context=set_span_in_context(spans[0], Context()),
-            links=[Link(one.get_span_context()) for one in spans],
+            links=[Link(span.get_span_context()) for span in spans],
             attributes={
                 "fast_batcher.model": event.model,
                 "fast_batcher.worker": event.worker,
@@ -165,12 +165,14 @@ class OpenTelemetryObserver(Observer):
         traced = None if event.dispatched is None else self._traced.pop(event.dispatched, None)
         if traced is None:
             return
-        failed = sum([one.outcome == "failed" for one in event.requests])
+        failed = sum([request.outcome == "failed" for request in event.requests])
         if failed or event.retried:
             text = f"{failed} requests failed, {event.retried} are tried again"
             traced.span.set_status(Status(StatusCode.ERROR, text))
         traced.span.end(traced.wall(event.answered_at))
-        answered = [(traced.callers.get(id(one.context)), one) for one in event.requests]
+        answered = [
+            (traced.callers.get(id(request.context)), request) for request in event.requests
+        ]
         for caller, request in dict(answered).items():
             if caller is not None:
                 self._add_spans(traced, caller, event, request)
@@ -201,8 +203,8 @@ class OpenTelemetryObserver(Observer):
 
 def _find_spans(contexts: Iterable[CallerContext | None]) -> dict[int, Span]:
     """Return the current valid span of each context, by the context's id."""
-    distinct = {id(one): one for one in contexts if one is not None}
-    spans = {key: one.run(get_current_span) for key, one in distinct.items()}
+    distinct = {id(context): context for context in contexts if context is not None}
+    spans = {key: context.run(get_current_span) for key, context in distinct.items()}
     return {key: span for key, span in spans.items() if span.get_span_context().is_valid}
 
 

@@ -166,11 +166,17 @@ class _Series:
 
     def __init__(self, metrics: _Metrics, model: str) -> None:
         # Every series exists from the start, because a rate needs a zero to begin with.
-        self.requests = {one: metrics.requests.labels(model, one) for one in get_args(Outcome)}
-        self.batches = {str(one): metrics.batches.labels(model, str(one)) for one in Release}
+        self.requests = {
+            outcome: metrics.requests.labels(model, outcome) for outcome in get_args(Outcome)
+        }
+        self.batches = {
+            str(release): metrics.batches.labels(model, str(release)) for release in Release
+        }
         self.restarts = metrics.restarts.labels(model)
         self.late_errors = metrics.late_errors.labels(model)
-        self.cache = {one: metrics.cache.labels(model, one) for one in get_args(CacheResult)}
+        self.cache = {
+            result: metrics.cache.labels(model, result) for result in get_args(CacheResult)
+        }
         self.batch_size = metrics.batch_size.labels(model)
         self.queue_wait = metrics.queue_wait.labels(model)
         self.infer = metrics.infer.labels(model)
@@ -217,7 +223,7 @@ class PrometheusObserver(Observer):
         for request in event.requests:
             series.queue_wait.observe(request.queue_wait)
             series.request.observe(request.total)
-        for outcome, count in Counts([one.outcome for one in event.requests]).items():
+        for outcome, count in Counts([request.outcome for request in event.requests]).items():
             series.requests[outcome].inc(count)
 
     def request_ended(self, event: RequestEnded) -> None:

@@ -1,4 +1,4 @@
-"""Counters and their snapshot, `BatcherStats`. Runs in the API process, on the caller's thread."""
+"""`BatcherStats` and `Explanation`, the snapshots of a batcher, and quantiles. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence

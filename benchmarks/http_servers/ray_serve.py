@@ -4,7 +4,7 @@ import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import ray  # type: ignore[import-not-found]
+import ray
 from ray import serve
 from starlette.requests import Request
 
@@ -23,7 +23,7 @@ class Echo:
         # So that the replica reads requests while the model computes.
         self.thread = ThreadPoolExecutor(1)
 
-    @serve.batch(max_batch_size=JOB.max_batch_size)  # type: ignore[untyped-decorator]
+    @serve.batch(max_batch_size=JOB.max_batch_size)
     async def infer(self, inputs: list[str]) -> list[str]:
         """Compute a batch."""
         loop = asyncio.get_running_loop()

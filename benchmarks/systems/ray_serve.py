@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ray import serve  # type: ignore[import-not-found]
-from ray.serve import batching  # type: ignore[import-not-found]
+from ray import serve
+from ray.serve import batching
 
 from benchmarks.models import MODELS
 from benchmarks.scenarios import Load, Process
@@ -32,7 +32,7 @@ async def opened(load: Load, *, wait: float | None = None) -> AsyncIterator[Proc
         settings = {"max_batch_size": load.max_batch_size, "batch_wait_timeout_s": wait}
     with ThreadPoolExecutor(1) as executor:
 
-        @serve.batch(**settings)  # type: ignore[untyped-decorator]
+        @serve.batch(**settings)
         async def process(inputs: list[Any]) -> list[Any]:
             return await loop.run_in_executor(executor, infer, inputs)
 

@@ -1,7 +1,7 @@
 """The session of an API process whose scheduler and workers are in the host process.
 
-    DynBatcher --accept--> HostCalls --HostLink--> host: scheduler, workers
-                callers <--settle--        <------
+    DynBatcher --accept--> RemoteSession --HostLink--> host: scheduler, workers
+                callers <--settle--          <------
 
 API process, on the event loop's thread. `RemoteSession` follows the state of the host, which
 decides about queues, deadlines, batches and retries, and joins another host when it has died. The
@@ -16,10 +16,10 @@ import functools
 import logging
 import math
 import os
+from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from contextvars import Context
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.supervision import Restarts
@@ -48,8 +48,15 @@ from fast_batcher._parent.staging import (
 )
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import LoopBinding, Status
-from fast_batcher._session.outcomes import CostEvaluator, Ledger, is_beyond_reach, set_exception
-from fast_batcher._session.session import OutcomeReader
+from fast_batcher._session.outcomes import (
+    CostEvaluator,
+    Ledger,
+    OutcomeReader,
+    is_beyond_reach,
+    set_exception,
+    timeout_of,
+)
+from fast_batcher._session.session import Session
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
@@ -68,22 +75,19 @@ from fast_batcher.observing import ReporterChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
-if TYPE_CHECKING:
-    from fast_batcher._core.prediction import Method
-
 logger = logging.getLogger("fast_batcher")
 
 
 class HostInputs:
     """Packs the inputs of one API process for its host."""
 
-    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop, name: str) -> None:
+    def __init__(self, settings: Settings, loop: AbstractEventLoop, name: str) -> None:
         self._settings = settings
         self._name = name
         self._pickler = make_pickler(settings)
         self._watch = PicklingWatch(name)
-        self._memory = MemoryService(loop, 0, name)
-        self._arena = InputArena(self._memory, settings, self._warn)
+        self.memory = MemoryService(loop, 0, name)
+        self.arena = InputArena(self.memory, settings, self._warn)
         # Memory of rows that a worker may view, by the request's id.
         self._rows: dict[int, Slab] = {}
         # Memory of dead hosts that is being closed.
@@ -96,48 +100,40 @@ class HostInputs:
         if descriptors is not None:
             memory, lifeline = descriptors
             try:
-                slabs = self._memory.slabs = Slabs(length, memory, start)
+                slabs = self.memory.slabs = Slabs(length, memory, start)
             except OSError as error:
                 os.close(lifeline)
                 self._warn(error)
             else:
                 slabs.when_unmapped(functools.partial(os.close, lifeline))
-        self._arena = InputArena(self._memory, self._settings, self._warn)
+        self.arena = InputArena(self.memory, self._settings, self._warn)
         if self._has_large:
-            self._arena.enable()
+            self.arena.enable()
 
     def lose(self) -> None:
         """Forget the memory of a host that is dead."""
         self._rows.clear()
-        slabs, self._memory.slabs = self._memory.slabs, None
+        slabs, self.memory.slabs = self.memory.slabs, None
         if isinstance(slabs, Slabs):
             self._lost.append(slabs)
-            self._memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
-
-    def reconfigure(self, max_batch_size: int) -> None:
-        """Keep inputs together for batches of this size."""
-        self._arena.batch_size = max_batch_size
-
-    def end_turn(self) -> None:
-        """Note that a turn of the loop is over, which limits the bytes that the loop copies."""
-        self._arena.end_turn()
+            self.memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
 
     def stage(self, request: Request) -> StagedInput | None:
-        """Copy a large input into shared memory."""
-        if type(request.value) not in self._arena.probes:
+        """Copy a large input into shared memory; return it if a thread still copies."""
+        if type(request.value) not in self.arena.probes:
             return None
-        staged = request.staged = self._arena.stage(request.value)
+        staged = request.staged = self.arena.stage(request.value)
         return staged if staged is not None and staged.state is CopyState.COPYING else None
 
     def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
         self._enable()
-        return self._arena.allocate(dtype, shape)
+        return self.arena.allocate(dtype, shape)
 
     def pack(self, request: Request) -> bytes | Row | BatcherError:
         """Return the input of a request as a row of shared memory or as a pickle, or an error."""
         staged: StagedInput | None = request.staged
-        slabs = self._memory.slabs
+        slabs = self.memory.slabs
         if staged is not None and staged.slab is not None and isinstance(slabs, Slabs):
             self._rows[request.id] = staged.slab
             staged.release()
@@ -158,18 +154,10 @@ class HostInputs:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
 
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed."""
-        self._memory.rebind(loop)
-
-    async def aclose(self) -> None:
-        """Unmap the memory on the copier thread."""
-        await self._memory.aclose()
-
     def close(self) -> None:
         """Unmap the memory and end the copier thread; may be called again."""
         self._rows.clear()
-        self._memory.close()
+        self.memory.close()
         for slabs in self._lost:  # the copier thread has ended before it came to them
             slabs.close()
         self._lost.clear()
@@ -177,7 +165,7 @@ class HostInputs:
     def _enable(self) -> None:
         if not self._has_large:
             self._has_large = True
-            self._arena.enable()
+            self.arena.enable()
 
     def _warn(self, reason: BaseException | str) -> None:
         if not self._has_warned:
@@ -189,38 +177,120 @@ class HostInputs:
             )
 
 
-class CallSender:
-    """Packs requests into frames, and keeps account of the room in the host's queue."""
+_ANSWERS = Kind.ANSWERS
 
-    def __init__(self, link: HostLink, inputs: HostInputs, room: int) -> None:
-        self._link = link
-        self._inputs = inputs
-        # Requests for which the host's queue has room, as far as is known.
-        self.room = room
-        # Requests that this host was sent.
+# Seconds that a host may take to end after `stop_timeout`, when it kills its workers.
+END_GRACE = 5.0
+
+
+class RemoteSession(Session):
+    """A session that passes requests to the host process of a shared batcher."""
+
+    def __init__(
+        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
+    ) -> None:
+        self._key = find_key(model_spec, settings, status.name)
+        binding = LoopBinding(status.name)
+        # Without methods: `find_key` refuses models that have several.
+        super().__init__(binding, {}, settings, status, ledger)
+        self._model_spec = model_spec
+        self._link = HostLink(
+            self._key,
+            self._introduce,
+            settings.max_frame_bytes + FRAME_ROOM,
+            settings.start_timeout,
+            self,
+            binding.loop,
+            self._name,
+        )
+        self._inputs = HostInputs(settings, binding.loop, self._name)
+        self._evaluator = CostEvaluator(settings, self._name)
+        self._reader = OutcomeReader()
+        # The requests without an outcome; of these the ones to be sent, by id.
+        self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
+        self._arrivals: dict[int, Request] = {}
+        # Ids of sent requests whose callers have gone.
+        self._abandoned: list[int] = []
+        # Requests for which the host's queue has room, as far as is known, and requests that this
+        # host was sent.
+        self._room = settings.queue_limit
         self._sent = 0
+        self._restarts = Restarts(
+            settings.max_restarts, settings.restart_window, settings.restart_backoff
+        )
+        # The last state that the host has sent; None before the first, and without a host.
+        self._host: HostState | None = None
+        # Whether the settings differ from those of a new host.
+        self._is_reconfigured = False
+        # From that state, or from the one of a host that is gone.
+        self._stats: BatcherStats | None = None
+        self._explanation = Explanation()
+        # Whether the host sends events for the observers.
+        self._is_observed = False
+        # Whether this process reports: as the host has said, and without a host for itself.
+        self._is_reporter = True
+        # Set when there is no host to wait for after the goodbye; None before the goodbye.
+        self._hung_up: asyncio.Event | None = None
 
-    def begin(self, room: int) -> None:
-        """Begin to send to a new host, whose queue has room for `room` requests."""
-        self.room, self._sent = room, 0
+    # From the caller to the host.
 
-    def note_room(self, room: int, received: int) -> None:
-        """Note the room that the host had left after it had received so many requests."""
-        self.room = room - (self._sent - received)
+    def accept(self, request: Request) -> None:
+        """Add a request to those of this turn; called in the caller's context."""
+        if self._evaluator.is_needed:
+            error = self._evaluator.evaluate(request) or pack_group(request)
+            if error is not None:
+                self._ledger.reject(request, error, "invalid input")
+                return
+        if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
+            text = f"{len(self._open)} requests wait for the host process already"
+            self._ledger.reject(request, QueueFullError(text), "queue full")
+            return
+        if self.settings.max_queue_bytes is not None:
+            request.size = measure_size(request.value)
+        self._open.add(monotonic(), request)
+        copying = self._inputs.stage(request)
+        if copying is None:
+            self._arrivals[request.id] = request
+        else:
+            copying.when_copied = functools.partial(self._send_later, request)
+        self.run_soon()
 
-    def send(self, requests: list[Request]) -> list[tuple[Request, BatcherError]]:
-        """Send requests; return those whose input cannot be sent, with the errors."""
-        unsendable: list[tuple[Request, BatcherError]] = []
-        for begin in range(0, len(requests), MOST_IN_FRAME):
-            unsendable += self._send_some(requests[begin : begin + MOST_IN_FRAME])
-        return unsendable
+    def _send_later(self, request: Request) -> None:
+        """Send a request whose large input has been copied."""
+        if not request.is_settled:
+            keep_deadline(request, self.settings.max_latency)
+            self._arrivals[request.id] = request
+            self.run_soon()
 
-    def _send_some(self, requests: list[Request]) -> list[tuple[Request, BatcherError]]:
-        """Send requests: in one frame if their inputs are small."""
+    def _run(self) -> None:
+        """Send the requests of this turn of the loop, and set the timer."""
+        self._is_scheduled = False
+        self._inputs.arena.end_turn()
+        if self._open.next_expiry <= monotonic():
+            self._expire()
+        self._flush()
+        self._wake_at(self._open.next_expiry)
+
+    def _flush(self) -> None:
+        """Send the arrivals and the cancellations, if there is a host."""
+        if not self._link.is_connected:
+            return
+        self._observe()
+        if self._arrivals:
+            arrivals = [*self._arrivals.values()]
+            self._arrivals.clear()
+            for begin in range(0, len(arrivals), MOST_IN_FRAME):
+                self._send(arrivals[begin : begin + MOST_IN_FRAME])
+        if self._abandoned:
+            abandoned, self._abandoned = self._abandoned, []
+            self._link.send(Kind.ABANDON, dumps(abandoned))
+
+    def _send(self, requests: list[Request]) -> None:
+        """Send requests, in one frame if their inputs are small; fail those that cannot be sent."""
         body = dump_atoms([request.value for request in requests], FRAME_SIZE)
         if body is not None:
             self._send_frame(Kind.CALLS, requests, body)
-            return []
+            return
         unsendable: list[tuple[Request, BatcherError]] = []
         sent: list[Request] = []
         packed: list[Any] = []
@@ -238,15 +308,389 @@ class CallSender:
                 sent, packed, size = [], [], 0
         if sent:
             self._send_frame(Kind.ITEM_CALLS, sent, packed)
-        return unsendable
+        for request, error in unsendable:
+            self._fail_unsendable(request, error)
 
     def _send_frame(self, kind: int, requests: list[Request], inputs: Any) -> None:
         for request in requests:
             request.phase = SENT
         self._sent += len(requests)
-        self.room -= len(requests)
+        self._room -= len(requests)
         ids = [request.id for request in requests]
         self._link.send(kind, dumps((ids, inputs, pack_options(requests))))
+
+    def _resend(self, request_id: int) -> None:
+        """Send the input of a request once more: the worker that had it in its memory is dead."""
+        request = self._open.find(request_id)
+        item = None if request is None else self._inputs.pickle(request.value)
+        if request is not None and isinstance(item, BatcherError):
+            self._fail_unsendable(request, item)
+            item = None
+        self._link.send(Kind.RESENT, dumps((request_id, item)))
+
+    def _fail_unsendable(self, request: Request, error: BatcherError) -> None:
+        if settle(request):
+            self._fail(request, error, "not sendable")
+        self._remove(request)
+
+    # From the host to the callers.
+
+    def frame_arrived(self, frame: Frame) -> None:
+        """Handle a frame of the host."""
+        kind = frame.kind
+        if kind == _ANSWERS:
+            self._answer(*loads(frame.body))
+        elif kind == Kind.ITEM_ANSWERS:
+            ids, packed, room = loads(frame.body)
+            self._answer(ids, packed, room, self._read_outcome)
+        elif kind == Kind.FREED_INPUTS:
+            self._inputs.free(loads(frame.body))
+        elif kind == Kind.RESEND:
+            for request_id in loads(frame.body):
+                self._resend(request_id)
+        else:
+            self._take_news(frame)
+
+    def _take_news(self, frame: Frame) -> None:
+        """Handle a frame that is not about requests."""
+        if frame.kind == Kind.REPORT:
+            self._report(loads(frame.body))
+        elif frame.kind == Kind.EVENT:
+            self._ledger.observers.tell(loads(frame.body))
+        elif frame.kind in (Kind.STATE, Kind.FAREWELL):
+            self._link.host_ends = bool(frame.batch_id)
+            self._follow(HostState(*loads(frame.body)))
+            if frame.kind == Kind.STATE and self._hung_up is None:
+                self._link.send(Kind.STATE_READ)
+                self._observe()
+
+    def _answer(
+        self,
+        ids: list[int],
+        outcomes: list[Any],
+        room: tuple[int, int],
+        read: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Give callers the outcomes of their requests, which `read` unpacks.
+
+        `room` has the room that the host's queue had, and the requests that the host had received.
+        """
+        self._room = room[0] - (self._sent - room[1])
+        calls = self._open
+        for request_id, packed in zip(ids, outcomes, strict=True):
+            request = calls.remove(request_id)
+            if request is None or not settle(request):
+                continue
+            outcome = packed if read is None else read(packed)
+            try:
+                if outcome.__class__ is Failure:
+                    set_exception(request, outcome.error)
+                else:
+                    request.caller.set_result(outcome)
+            except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
+                pass
+        if self._drained is not None:
+            self._notice_drained()
+
+    def _read_outcome(self, packed: Any) -> Any:
+        if isinstance(packed, bytes):
+            return self._reader.read_item(packed)
+        return unpack_failure(packed)
+
+    def _expire(self) -> None:
+        """Expire the requests that the host should have ended before."""
+        self._link.read_all()  # the loop may have been blocked
+        for request in self._open.expire(monotonic()):
+            limit = f"its timeout of {timeout_of(request, self.settings)} seconds"
+            self._arrivals.pop(request.id, None)
+            if request.phase == SENT:
+                text = f"the host process had not answered within {limit}"
+                set_exception(request, DeadlineExceededError(text))
+                self._abandoned.append(request.id)
+            else:
+                error = NotReadyError(f"no host process was there within {limit}")
+                self._ledger.counters.submitted += 1
+                self._ledger.expire(request, error, "not ready")
+        self._notice_drained()
+
+    def _fail(self, request: Request, error: BatcherError, reason: str) -> None:
+        """Give a caller an error; the request is settled. The host counts its own."""
+        if request.phase == SENT:
+            set_exception(request, error)
+        else:
+            self._ledger.counters.submitted += 1
+            self._ledger.fail(request, error, reason)
+
+    def _fail_all(self) -> None:
+        """Fail every request without an outcome; each caller gets an error of its own."""
+        self._arrivals.clear()
+        for request in self._open.take_all():
+            if request.staged is not None:
+                request.staged.release()
+            if not is_beyond_reach(request):
+                self._fail(request, self.status.unanswered_error(), "closed")
+        self._notice_drained()
+
+    def _remove(self, request: Request) -> None:
+        """Forget a settled request."""
+        if request.staged is not None:
+            request.staged.release()
+        self._open.remove(request.id)
+        self._arrivals.pop(request.id, None)
+        self._notice_drained()
+
+    # Other calls.
+
+    def abandon(self, request: Request) -> None:
+        """Cancel a request whose caller has gone; must not await."""
+        if settle(request):
+            if request.phase == SENT:
+                self._abandoned.append(request.id)
+                self.run_soon()
+            else:
+                self._ledger.counters.submitted += 1
+                self._ledger.cancel(request, "waiting")
+            self._remove(request)
+
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a request, in the host if it was sent."""
+        if self._open.find(request.id) is request and request.priority < priority:
+            request.priority = priority
+            if request.phase == SENT:
+                self._link.send(Kind.PRIORITY, dumps((request.id, priority)))
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
+        """Return whether the host's queue has room, as far as is known."""
+        most = self.settings.max_queue_bytes
+        if most is not None:
+            request.size = measure_size(request.value)
+            waiting = sum([open_call.size for open_call in self._open])
+            if waiting and waiting + request.size > most:
+                return False
+        return self._room > len(self._arrivals) + ahead
+
+    def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Make an array in shared memory; None if the caller must make an ordinary one."""
+        self.run_soon()  # the run ends the arena's turn
+        return self._inputs.allocate(dtype, shape)
+
+    # State and statistics.
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Ready workers, waiting requests and running requests of the host."""
+        host = self._host
+        if host is None:
+            return 0, len(self._open), 0
+        return host.workers_ready, host.stats.waiting, host.stats.running
+
+    def read_stats(self) -> BatcherStats:
+        """Return the statistics of the host, which are up to a second old."""
+        here = super().read_stats()
+        host = self._stats
+        if host is None:
+            return replace(here, is_reporter=self._is_reporter)
+        submitted = host.submitted
+        if self._host is None:  # the open requests of the other processes are not known any more
+            submitted += here.waiting - host.waiting - host.running
+        # The host has not seen the requests that were counted here.
+        return replace(
+            host,
+            state=here.state,
+            workers_ready=here.workers_ready,
+            waiting=here.waiting,
+            running=here.running,
+            is_reporter=self._is_reporter,
+            submitted=submitted + here.submitted,
+            failed=host.failed + here.failed,
+            expired=host.expired + here.expired,
+            cancelled=host.cancelled + here.cancelled,
+            rejected=host.rejected + here.rejected,
+            cache_hits=here.cache_hits,
+            cache_misses=here.cache_misses,
+            cache_coalesced=here.cache_coalesced,
+        )
+
+    def explain(self) -> Explanation:
+        """Return the explanation of the host, which is up to a second old."""
+        return self._explanation
+
+    def _observe(self) -> None:
+        """Ask the host for events, once there is an observer."""
+        if self._ledger.observers.active and not self._is_observed:
+            self._is_observed = True
+            self._link.send(Kind.OBSERVE)
+
+    def _report(self, is_reporter: bool) -> None:
+        """Begin or cease to report."""
+        self._is_reporter = is_reporter
+        self._ledger.observers.tell(ReporterChanged(self._name, is_reporter))
+
+    # Events of the link.
+
+    def _introduce(self) -> Hello:
+        self._is_observed = bool(self._ledger.observers.active)
+        return make_hello(self._model_spec, self.settings, self._key, observes=self._is_observed)
+
+    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
+        """Use a host that has welcomed this process, and send it the requests that wait."""
+        logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
+        if self._is_reconfigured:
+            self._link.send(Kind.RECONFIGURE, pack_changes(self.settings))
+        self._report(False)  # the host tells which process does
+        self._inputs.use(memory, welcome.start, welcome.length)
+        self._room, self._sent = welcome.room, 0
+        for request in self._arrivals.values():
+            keep_deadline(request, self.settings.max_latency)
+        self.run_soon()
+
+    def host_unreachable(self, error: BaseException) -> None:
+        """Break while opening; afterwards count it as the loss of a host."""
+        if not isinstance(error, BatcherError):
+            cause = error
+            error = WorkerStartupError(f"the host process cannot be started: {cause!r}")
+            error.__cause__ = cause
+        if self._hung_up is not None:
+            self._hung_up.set()
+        elif self.status.state is State.OPENING:
+            self._fail_start(error)
+        else:
+            logger.warning("%s: %s; trying again", self._name, error)
+            self._rejoin_later()
+
+    def host_lost(self) -> None:
+        """Join the next host, which gets the requests of the dead one."""
+        self._host = None
+        if self._hung_up is not None:  # after the goodbye; no request is left
+            self._hung_up.set()
+            return
+        self._retry_requests()
+        self._report(True)
+        if self.status.start_error is None:  # else it has ended because the model cannot be loaded
+            logger.warning("%s: the host process has died; another takes its place", self._name)
+            self._rejoin_later()
+
+    def _retry_requests(self) -> None:
+        """Send the requests of a dead host again once there is another, or fail them."""
+        self._inputs.lose()
+        for request in self._open:
+            if request.staged is not None:
+                request.staged.release()
+        loss = self._open.host_lost()
+        self._arrivals = {request.id: request for request in loss.again} | self._arrivals
+        for request in loss.failed:
+            self._fail(
+                request, WorkerLostError("the host process died with this request"), "worker lost"
+            )
+        for request in loss.poisonous:
+            text = "two host processes died with this request; it is not sent again"
+            self._fail(request, PoisonRequestError(text), "poison request")
+        self._abandoned.clear()
+        self._notice_drained()
+
+    def _rejoin_later(self) -> None:
+        delay, is_given_up = self._restarts.lost(monotonic())
+        if is_given_up:
+            reason = (
+                f"the host process was restarted max_restarts={self.settings.max_restarts} times "
+                f"within restart_window={self.settings.restart_window} seconds"
+            )
+            self._break(reason, delay)
+        self._link.join_later(delay)
+
+    def _follow(self, host: HostState) -> None:
+        """Bring the batcher into the state of its host."""
+        self._host = host
+        self._stats, self._explanation = host.stats, host.explanation
+        state = self.status.state
+        if host.start_error is not None and state is State.OPENING:
+            self._fail_start(unpack_start_error(host.start_error))
+        elif host.given_up and (self.status.takes_calls or self.status.given_up):
+            self._break(*host.given_up)
+        elif host.state == State.OPEN:
+            self._restarts.ready(monotonic())
+            if state is State.OPENING:
+                self.status.move(Event.ALL_READY)
+            elif state is State.BROKEN:
+                self.status.recover()
+
+    def _fail_start(self, error: BatcherError) -> None:
+        self.status.fail_start(error)
+        self._fail_all()
+
+    def _break(self, reason: str, seconds: float) -> None:
+        """Fail calls at once, until the next try succeeds."""
+        self.status.give_up(reason, seconds)
+        self._fail_all()
+
+    # Life.
+
+    def begin(self) -> None:
+        """Join the host, or start it."""
+        self.status.begin()
+        self._report(True)
+        self._link.join()
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply changed settings in the host, for all API processes."""
+        self._flush()  # requests that came before the change
+        self.settings = settings
+        self._is_reconfigured = True
+        self._inputs.arena.batch_size = settings.batch_limit
+        self._link.send(Kind.RECONFIGURE, pack_changes(settings))
+
+    def rebind(self, loop: AbstractEventLoop) -> None:
+        """Continue on another event loop; the previous loop is closed."""
+        super().rebind(loop)
+        self._link.rebind(loop)
+        for request in [*self._open]:
+            if is_beyond_reach(request):
+                self.abandon(request)
+        self._inputs.memory.rebind(loop)
+        self.run_soon()
+
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Refuse: the other API processes would go on with the arguments of before."""
+        raise ConfigurationError(
+            f"{self._name}: reload() works without shared={self.settings.shared!r} only; restart "
+            f"the server with other arguments for {model_spec.name}"
+        )
+
+    def begin_drain(self) -> None:
+        """Do nothing: the batcher sends no further requests."""
+
+    def _is_drained(self) -> bool:
+        return not len(self._open)
+
+    async def aclose(self) -> None:
+        """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""
+        await self._wait_until_drained()
+        self._fail_all()
+        if self._hung_up is None:
+            self._hung_up = asyncio.Event()
+            if not self._link.begin_goodbye():
+                self._hung_up.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.stop_timeout + END_GRACE):
+                await self._hung_up.wait()
+        await self._inputs.memory.aclose()
+        self._release()
+
+    def end(self, grace: float) -> None:
+        """Say goodbye, unless that was done, and release everything; blocks."""
+        self._fail_all()
+        if self._hung_up is None:
+            self._hung_up = asyncio.Event()
+            self._link.say_goodbye(grace + END_GRACE)
+        self._release()
+
+    def _release(self) -> None:
+        """Close everything; may be called again."""
+        self._host = None
+        self._report(False)
+        self._stop_timer()
+        self._link.close()
+        self._inputs.close()
 
 
 def keep_deadline(request: Request, max_latency: float | None) -> None:
@@ -268,597 +712,3 @@ def pack_group(request: Request) -> BatcherError | None:
                 f"pickled ({one_line(error)}): return a string, a number or a tuple"
             )
     return None
-
-
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-
-_ANSWERS = Kind.ANSWERS
-
-
-class HostCalls:
-    """The requests without an outcome."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        link: HostLink,
-        ledger: Ledger,
-        loop: asyncio.AbstractEventLoop,
-        name: str,
-    ) -> None:
-        self._settings = settings
-        self._link = link
-        self._ledger = ledger
-        self._loop = loop
-        self.inputs = HostInputs(settings, loop, name)
-        self._sender = CallSender(link, self.inputs, settings.queue_limit)
-        self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
-        self._evaluator = CostEvaluator(settings, name)
-        self._reader = OutcomeReader()
-        # Requests to be sent, by id, and ids of sent requests whose callers have gone.
-        self._arrivals: dict[int, Request] = {}
-        self._abandoned: list[int] = []
-        self._is_scheduled = False
-        # Whether the host sends events for the observers.
-        self.is_observed = False
-        # One timer for the earliest request that the host should have ended.
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf
-        # Done when no request is open; None unless `wait_until_drained` waits.
-        self._drained: asyncio.Future[None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def accept(self, request: Request) -> None:
-        """Add a request to those of this turn; called in the caller's context."""
-        if self._evaluator.is_needed:
-            error = self._evaluator.find_fault(request) or pack_group(request)
-            if error is not None:
-                self._ledger.reject(request, error, "invalid input")
-                return
-        if not self._link.is_connected and len(self._open) >= self._settings.queue_limit:
-            text = f"{len(self._open)} requests wait for the host process already"
-            self._ledger.reject(request, QueueFullError(text), "queue full")
-            return
-        if self._settings.max_queue_bytes is not None:
-            request.size = measure_size(request.value)
-        self._open.add(monotonic(), request)
-        copying = self.inputs.stage(request)
-        if copying is None:
-            self._arrivals[request.id] = request
-        else:
-            copying.when_copied = functools.partial(self._send_later, request)
-        self.run_soon()
-
-    def _send_later(self, request: Request) -> None:
-        """Send a request whose large input has been copied."""
-        if not request.is_settled:
-            keep_deadline(request, self._settings.max_latency)
-            self._arrivals[request.id] = request
-            self.run_soon()
-
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of a request, in the host if it was sent."""
-        if self._open.find(request.id) is request and request.priority < priority:
-            request.priority = priority
-            if request.phase == SENT:
-                self._link.send(Kind.PRIORITY, dumps((request.id, priority)))
-
-    def has_room(self, request: Request, ahead: int = 0) -> bool:
-        """Return whether the host's queue has room, as far as is known."""
-        most = self._settings.max_queue_bytes
-        if most is not None:
-            request.size = measure_size(request.value)
-            waiting = sum([one.size for one in self._open])
-            if waiting and waiting + request.size > most:
-                return False
-        return self._sender.room > len(self._arrivals) + ahead
-
-    def abandon(self, request: Request) -> None:
-        """Cancel a request whose caller has gone; must not await."""
-        if settle(request):
-            if request.phase == SENT:
-                self._abandoned.append(request.id)
-                self.run_soon()
-            else:
-                self._ledger.counters.submitted += 1
-                self._ledger.cancel(request, "waiting")
-            self._remove(request)
-
-    def run_soon(self) -> None:
-        """Send what there is at the end of this turn of the loop."""
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._run, context=Context())
-
-    def _run(self) -> None:
-        """Send what this turn of the loop has brought, and set the timer."""
-        self._is_scheduled = False
-        self.inputs.end_turn()
-        self.flush()
-        self._wake_at(self._open.next_expiry)
-
-    def flush(self) -> None:
-        """Send what there is, if there is a host."""
-        if self._link.is_connected:
-            self.observe()
-            if self._arrivals:
-                arrivals = [*self._arrivals.values()]
-                self._arrivals.clear()
-                for request, error in self._sender.send(arrivals):
-                    if settle(request):
-                        self._fail(request, error, "not sendable")
-                    self._remove(request)
-            if self._abandoned:
-                abandoned, self._abandoned = self._abandoned, []
-                self._link.send(Kind.ABANDON, dumps(abandoned))
-
-    def observe(self) -> None:
-        """Ask the host for events, once there is an observer."""
-        if self._ledger.observers.active and not self.is_observed:
-            self.is_observed = True
-            self._link.send(Kind.OBSERVE)
-
-    def _resend(self, request_id: int) -> None:
-        """Send the input of a request once more: the worker that had it in its memory is dead."""
-        request = self._open.find(request_id)
-        item = None if request is None else self.inputs.pickle(request.value)
-        if isinstance(item, BatcherError):
-            assert request is not None, "it has an input"
-            if settle(request):
-                self._fail(request, item, "not sendable")
-            self._remove(request)
-            item = None
-        self._link.send(Kind.RESENT, dumps((request_id, item)))
-
-    # Outcomes.
-
-    def take(self, frame: Frame) -> None:
-        """Handle a frame about requests."""
-        if frame.kind is _ANSWERS:
-            ids, outcomes, room = loads(frame.body)
-            self._answer(ids, outcomes, room, _same)
-        elif frame.kind is Kind.ITEM_ANSWERS:
-            ids, outcomes, room = loads(frame.body)
-            self._answer(ids, outcomes, room, self._read_item)
-        elif frame.kind is Kind.FREED_INPUTS:
-            self.inputs.free(loads(frame.body))
-        elif frame.kind is Kind.RESEND:
-            for request_id in loads(frame.body):
-                self._resend(request_id)
-
-    def _answer(
-        self, ids: list[int], outcomes: list[Any], room: tuple[int, int], read: Callable[[Any], Any]
-    ) -> None:
-        """Give callers the outcomes of their requests."""
-        self._sender.note_room(*room)
-        calls = self._open
-        for request_id, packed in zip(ids, outcomes, strict=True):
-            request = calls.remove(request_id)
-            if request is None or not settle(request):
-                continue
-            outcome = read(packed)
-            try:
-                if outcome.__class__ is Failure:
-                    set_exception(request, outcome.error)
-                else:
-                    request.caller.set_result(outcome)
-            except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
-                pass
-        if self._drained is not None:
-            self._notice_drained()
-
-    def _read_item(self, packed: Any) -> Any:
-        return (
-            self._reader.read_item(packed) if isinstance(packed, bytes) else unpack_failure(packed)
-        )
-
-    def _fail(self, request: Request, error: BatcherError, reason: str) -> None:
-        """Give a caller an error; the request is settled. The host counts its own."""
-        if request.phase == SENT:
-            set_exception(request, error)
-        else:
-            self._ledger.counters.submitted += 1
-            self._ledger.fail(request, error, reason)
-
-    def _remove(self, request: Request) -> None:
-        """Forget a settled request."""
-        if request.staged is not None:
-            request.staged.release()
-        self._open.remove(request.id)
-        self._arrivals.pop(request.id, None)
-        self._notice_drained()
-
-    def fail_all(self, make_error: Callable[[], BatcherError]) -> None:
-        """Fail every request without an outcome; each caller gets an error of its own."""
-        self._arrivals.clear()
-        for request in self._open.take_all():
-            if request.staged is not None:
-                request.staged.release()
-            if not is_beyond_reach(request):
-                self._fail(request, make_error(), "closed")
-        self._notice_drained()
-
-    # The timer.
-
-    def _wake_at(self, moment: float) -> None:
-        if moment >= self._timer_at:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        delay = max(0.0, moment - monotonic())
-        self._timer = self._loop.call_later(delay, self._wake, context=Context())
-        self._timer_at = moment
-
-    def _wake(self) -> None:
-        """Expire the requests that the host should have ended before."""
-        self._timer, self._timer_at = None, math.inf
-        self._link.read_all()  # the loop may have been blocked
-        for request in self._open.expire(monotonic()):
-            timeout = self._settings.timeout if request.timeout is None else request.timeout
-            limit = f"its timeout of {timeout} seconds"
-            self._arrivals.pop(request.id, None)
-            if request.phase == SENT:
-                text = f"the host process had not answered within {limit}"
-                set_exception(request, DeadlineExceededError(text))
-                self._abandoned.append(request.id)
-            else:
-                error = NotReadyError(f"no host process was there within {limit}")
-                self._ledger.counters.submitted += 1
-                self._ledger.expire(request, error, "not ready")
-        self._notice_drained()
-        self.run_soon()
-
-    # The host, the loop and the end.
-
-    def host_joined(self, room: int) -> None:
-        """Send a new host the requests that wait."""
-        self._sender.begin(room)
-        for request in self._arrivals.values():
-            keep_deadline(request, self._settings.max_latency)
-        self.run_soon()
-
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings to requests that come from now on."""
-        self.flush()
-        self._settings = settings
-        self.inputs.reconfigure(settings.batch_limit)
-
-    def host_lost(self) -> None:
-        """Send the requests of a dead host again once there is another, or fail them."""
-        self.inputs.lose()
-        for request in self._open:
-            if request.staged is not None:
-                request.staged.release()
-        loss = self._open.host_lost()
-        self._arrivals = {one.id: one for one in loss.again} | self._arrivals
-        for request in loss.failed:
-            self._fail(
-                request, WorkerLostError("the host process died with this request"), "worker lost"
-            )
-        for request in loss.poisonous:
-            text = "two host processes died with this request; it is not sent again"
-            self._fail(request, PoisonRequestError(text), "poison request")
-        self._abandoned.clear()
-        self._notice_drained()
-
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed."""
-        self._loop = loop
-        self._drained = None
-        self._timer, self._timer_at = None, math.inf
-        for request in [*self._open]:
-            if is_beyond_reach(request):
-                self.abandon(request)
-        self.inputs.rebind(loop)
-        self._is_scheduled = False
-        self.run_soon()
-
-    async def wait_until_drained(self) -> None:
-        """Wait at most `drain_timeout` for the outcomes of the accepted requests."""
-        drained = self._drained = self._loop.create_future()
-        self._notice_drained()
-        await asyncio.wait([drained], timeout=self._settings.drain_timeout)
-        if self._drained is drained:
-            self._drained = None
-
-    def _notice_drained(self) -> None:
-        if self._drained is not None and not self._drained.done() and not len(self._open):
-            self._drained.set_result(None)
-
-    def stop(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-# Seconds that a host may take to end after `stop_timeout`, when it kills its workers.
-END_GRACE = 5.0
-
-
-class RemoteSession:
-    """A `Session` that passes requests to the host process of a shared batcher."""
-
-    def __init__(
-        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
-    ) -> None:
-        self._model_spec = model_spec
-        self._settings = settings
-        self._status = status
-        self._ledger = ledger
-        name = self._name = status.name
-        self._key = find_key(model_spec, settings, name)
-        # None: `find_key` refuses models that have several.
-        self.methods: dict[str, Method] = {}
-        self.binding = LoopBinding(name)
-        self._link = HostLink(
-            self._key,
-            self._introduce,
-            settings.max_frame_bytes + FRAME_ROOM,
-            settings.start_timeout,
-            self,
-            self.binding.loop,
-            name,
-        )
-        self._calls = HostCalls(settings, self._link, ledger, self.binding.loop, name)
-        self._restarts = Restarts(
-            settings.max_restarts, settings.restart_window, settings.restart_backoff
-        )
-        # The last state that the host has sent; None before the first, and without a host.
-        self._host: HostState | None = None
-        # Whether the settings differ from those of a new host.
-        self._is_reconfigured = False
-        # From that state, or from the one of a host that is gone.
-        self._stats: BatcherStats | None = None
-        self._explanation = Explanation()
-        # Whether this process reports: as the host has said, and without a host for itself.
-        self._is_reporter = True
-        # Set when there is no host to wait for after the goodbye; None before the goodbye.
-        self._hung_up: asyncio.Event | None = None
-
-    # What the batcher shows.
-
-    @property
-    def load(self) -> tuple[int, int, int]:
-        """Ready workers, waiting requests and running requests of the host."""
-        host = self._host
-        if host is None:
-            return 0, len(self._calls), 0
-        return host.workers_ready, host.stats.waiting, host.stats.running
-
-    def read_stats(self) -> BatcherStats:
-        """Return the statistics of the host, which are up to a second old."""
-        workers_ready, waiting, running = self.load
-        here = self._ledger.counters.snapshot(
-            state=str(self._status.state),
-            workers_ready=workers_ready,
-            num_workers=self._settings.num_workers,
-            waiting=waiting,
-            running=running,
-        )
-        host = self._stats
-        if host is None:
-            return replace(here, is_reporter=self._is_reporter)
-        submitted = host.submitted
-        if self._host is None:  # the open requests of the other processes are not known any more
-            submitted += waiting - host.waiting - host.running
-        # The host has not seen the requests that were counted here.
-        return replace(
-            host,
-            state=here.state,
-            workers_ready=workers_ready,
-            waiting=waiting,
-            running=running,
-            is_reporter=self._is_reporter,
-            submitted=submitted + here.submitted,
-            failed=host.failed + here.failed,
-            expired=host.expired + here.expired,
-            cancelled=host.cancelled + here.cancelled,
-            rejected=host.rejected + here.rejected,
-        )
-
-    def explain(self) -> Explanation:
-        """Return the explanation of the host, which is up to a second old."""
-        return self._explanation
-
-    # Opening.
-
-    def begin(self) -> None:
-        """Join the host, or start it."""
-        self._status.begin()
-        self._report(True)
-        self._link.join()
-
-    def _introduce(self) -> Hello:
-        self._calls.is_observed = bool(self._ledger.observers.active)
-        return make_hello(
-            self._model_spec,
-            self._settings,
-            self._key,
-            observes=self._calls.is_observed,
-        )
-
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings in the host, for all API processes."""
-        self.binding.require_own_thread("reconfigure()")
-        self._settings = settings
-        self._is_reconfigured = True
-        self._calls.reconfigure(settings)
-        self._link.send(Kind.RECONFIGURE, pack_changes(settings))
-
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed."""
-        self.binding.rebind(loop)
-        self._link.rebind(loop)
-        self._calls.rebind(loop)
-
-    # Requests.
-
-    def accept(self, request: Request) -> None:
-        """Add a request to those of this turn; called in the caller's context."""
-        self._calls.accept(request)
-
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of a request, here or in the host."""
-        self._calls.raise_priority(request, priority)
-
-    def has_room(self, request: Request, ahead: int = 0) -> bool:
-        """Return whether the host's queue has room, as far as is known."""
-        return self._calls.has_room(request, ahead)
-
-    def abandon(self, request: Request) -> None:
-        """Cancel a request whose caller has gone; must not await."""
-        self._calls.abandon(request)
-
-    def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Make an array in shared memory; None if the caller must make an ordinary one."""
-        self._calls.run_soon()  # its run ends the arena's turn
-        return self._calls.inputs.allocate(dtype, shape)
-
-    # Events of the link.
-
-    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
-        """Use a host that has welcomed this process, and send it the requests that wait."""
-        logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
-        if self._is_reconfigured:
-            self._link.send(Kind.RECONFIGURE, pack_changes(self._settings))
-        self._report(False)  # the host tells which process does
-        self._calls.inputs.use(memory, welcome.start, welcome.length)
-        self._calls.host_joined(welcome.room)
-
-    def host_unreachable(self, error: BaseException) -> None:
-        """Break while opening; afterwards count it as the loss of a host."""
-        if isinstance(error, BatcherError):
-            told = error
-        else:
-            told = WorkerStartupError(f"the host process cannot be started: {error!r}")
-            told.__cause__ = error
-        if self._hung_up is not None:
-            self._hung_up.set()
-        elif self._status.state is State.OPENING:
-            self._fail_start(told)
-        else:
-            logger.warning("%s: %s; trying again", self._name, told)
-            self._rejoin_later()
-
-    def host_lost(self) -> None:
-        """Join the next host, which gets the requests of the dead one."""
-        self._host = None
-        if self._hung_up is not None:  # after the goodbye; no request is left
-            self._hung_up.set()
-            return
-        self._calls.host_lost()
-        self._report(True)
-        if not self._status.has_failed_to_start:  # a host ends when its model cannot be loaded
-            logger.warning("%s: the host process has died; another takes its place", self._name)
-            self._rejoin_later()
-
-    def _rejoin_later(self) -> None:
-        delay, is_given_up = self._restarts.lost(monotonic())
-        if is_given_up:
-            reason = (
-                f"the host process was restarted max_restarts={self._settings.max_restarts} times "
-                f"within restart_window={self._settings.restart_window} seconds"
-            )
-            self._break(reason, delay)
-        self._link.join_later(delay)
-
-    def frame_arrived(self, frame: Frame) -> None:
-        """Handle a frame of the host that is not an answer."""
-        if frame.kind in (Kind.STATE, Kind.FAREWELL):
-            self._link.host_ends = bool(frame.batch_id)
-            self._follow(HostState(*loads(frame.body)))
-            if frame.kind is Kind.STATE and self._hung_up is None:
-                self._link.send(Kind.STATE_READ)
-                self._calls.observe()
-        elif frame.kind is Kind.REPORT:
-            self._report(loads(frame.body))
-        elif frame.kind is Kind.EVENT:
-            self._ledger.observers.tell(loads(frame.body))
-        else:
-            self._calls.take(frame)
-
-    # The host's state.
-
-    def _report(self, is_reporter: bool) -> None:
-        """Begin or cease to report."""
-        self._is_reporter = is_reporter
-        self._ledger.observers.tell(ReporterChanged(self._name, is_reporter))
-
-    def _follow(self, host: HostState) -> None:
-        """Bring the batcher into the state of its host."""
-        self._host = host
-        self._stats, self._explanation = host.stats, host.explanation
-        state = self._status.state
-        if host.start_error is not None and state is State.OPENING:
-            self._fail_start(unpack_start_error(host.start_error))
-        elif host.given_up is not None and (self._status.takes_calls or self._status.is_given_up):
-            self._break(*host.given_up)
-        elif host.state == State.OPEN:
-            self._restarts.ready(monotonic())
-            if state is State.OPENING:
-                self._status.move(Event.ALL_READY)
-            elif state is State.BROKEN:
-                self._status.recover()
-
-    def _fail_start(self, error: BatcherError) -> None:
-        # If a caller waits in `open`, the error is raised there.
-        if not self._status.has_waiters:
-            logger.error(
-                "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
-            )
-        self._status.fail_start(error)
-        self._calls.fail_all(self._status.unanswered_error)
-
-    def _break(self, reason: str, seconds: float) -> None:
-        """Fail calls at once, until the next try succeeds."""
-        self._status.give_up(reason, seconds)
-        self._calls.fail_all(self._status.unanswered_error)
-
-    # Ending.
-
-    def begin_drain(self) -> None:
-        """Do nothing: the batcher sends no further requests."""
-
-    async def reload(self, model_spec: ModelSpec) -> None:
-        """Refuse: the other API processes would go on with the arguments of before."""
-        raise ConfigurationError(
-            f"{self._name}: reload() works without shared={self._settings.shared!r} only; restart "
-            f"the server with other arguments for {model_spec.name}"
-        )
-
-    async def aclose(self) -> None:
-        """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""
-        await self._calls.wait_until_drained()
-        self._calls.fail_all(self._status.unanswered_error)
-        if self._hung_up is None:
-            self._hung_up = asyncio.Event()
-            if not self._link.begin_goodbye():
-                self._hung_up.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.stop_timeout + END_GRACE):
-                await self._hung_up.wait()
-        await self._calls.inputs.aclose()
-        self._release()
-
-    def end(self, grace: float) -> None:
-        """Say goodbye, unless that was done, and release everything; blocks."""
-        self._calls.fail_all(self._status.unanswered_error)
-        if self._hung_up is None:
-            self._hung_up = asyncio.Event()
-            self._link.say_goodbye(grace + END_GRACE)
-        self._release()
-
-    def _release(self) -> None:
-        """Close everything; may be called again."""
-        self._host = None
-        self._report(False)
-        self._calls.stop()
-        self._link.close()
-        self._calls.inputs.close()

@@ -407,9 +407,9 @@ class HostLink:
             header += _receive_exactly(connection, HEADER_SIZE - len(header))
             kind, length = unpack_header(header)
             body = _receive_exactly(connection, length)
-            if kind is Kind.REFUSED:
+            if kind == Kind.REFUSED:
                 raise NotReadyError(loads(body))
-            if kind is not Kind.WELCOME:
+            if kind != Kind.WELCOME:
                 raise TransportError("the host process has not answered with a welcome")
             welcome = Welcome(*loads(body))
             on_failure.pop_all()
@@ -435,9 +435,9 @@ class HostLink:
         return LoopChannel(ends, self._limits[0], self._take, self._hung_up)
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind is Kind.PONG:
+        if frame.kind == Kind.PONG:
             self._heartbeat.answered(0)
-        elif frame.kind is Kind.LOG:
+        elif frame.kind == Kind.LOG:
             record = unpack_record(bytes(frame.body))
             target = logging.getLogger(record.name)
             if target.isEnabledFor(record.levelno):
@@ -494,7 +494,6 @@ class HostLink:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Receive exactly this many bytes."""
     parts = []
     while count:
         part = connection.recv(count)

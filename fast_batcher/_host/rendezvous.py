@@ -250,9 +250,8 @@ def _read_record(path: Path) -> ProcessIdentity | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a host's socket, its record and the facets of its key."""
-    for one in (path, _record_of(path), _facets_of(path)):
-        one.unlink(missing_ok=True)
+    for file in (path, _record_of(path), _facets_of(path)):
+        file.unlink(missing_ok=True)
 
 
 def _record_of(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """The host's server: accepts API processes, and connects them to the one session.
 
-    API processes ==> Tenant --accept--> ReportingSession (scheduler, pool) ==> workers
+    API processes ==> Tenant --accept--> HostSession (scheduler, pool) ==> workers
 
 Host process, on the event loop's thread. The first API process brings settings and model; all that
 come later have the same, because these are part of the key of the host. Log records and events go
@@ -15,12 +15,13 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.host import Reporting, Tenancy
+from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Group, Request, State, settle
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._host.identity import identify_process
@@ -34,12 +35,14 @@ from fast_batcher._host.protocol import (
     pack_start_error,
 )
 from fast_batcher._host.rendezvous import check_peer
-from fast_batcher._host.tenant import HostAccess, Tenant
+from fast_batcher._host.tenant import HostSender, OpaquePickler, OpaqueReader, Tenant
+from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerProcess
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import Status
 from fast_batcher._session.outcomes import Ledger, set_exception
-from fast_batcher._session.session import LocalSession, ValueAccess
+from fast_batcher._session.session import LocalSession
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.channels import Frame, Kind, pack_header
@@ -47,13 +50,7 @@ from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import NotReadyError, WorkerStartupError
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import (
-    BatchAnswered,
-    CollectionPaused,
-    Observer,
-    RequestEnded,
-    WorkerChanged,
-)
+from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
 # Finds an API process, None without one.
@@ -91,22 +88,12 @@ class EventForwarder(Observer):
     def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
 
-    def batch_answered(self, event: BatchAnswered) -> None:
-        """Pass on an answered batch."""
-        self._send(event)
-
-    def request_ended(self, event: RequestEnded) -> None:
-        """Pass on the end of a request."""
-        self._send(event)
-
-    def worker_changed(self, event: WorkerChanged) -> None:
-        """Pass on a change of a worker."""
-        self._send(event)
-
-    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused) -> None:
+    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged) -> None:
         reporter = self._find_reporter()
         if reporter is not None:
             reporter.tell(Kind.EVENT, dumps(event))
+
+    batch_answered = request_ended = worker_changed = _send
 
 
 logger = logging.getLogger("fast_batcher")
@@ -131,9 +118,14 @@ class MemoryRanges:
     keeps its range, in a forked child too.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, size: int, name: str) -> None:
-        self._loop = loop
+    def __init__(
+        self, slabs: Slabs | None, size: int, loop: asyncio.AbstractEventLoop, name: str
+    ) -> None:
+        # None without shared memory.
+        self._slabs = slabs
+        # Of a range, in bytes.
         self._size = size
+        self._loop = loop
         self._name = name
         self._free = [*range(MAX_RANGES)]
         # Range of each API process, by the id of its tenant.
@@ -144,13 +136,15 @@ class MemoryRanges:
         self._leaving: list[Tenant] = []
         self._has_warned = False
 
-    def grant(self, tenant: Tenant, slabs: Slabs) -> Grant | None:
+    def grant(self, tenant: Tenant) -> Grant | None:
         """Grant an API process a range; None if none is free, or no descriptor."""
+        if self._slabs is None:
+            return None
         if not self._free:
             self._warn()
             return None
         try:
-            memory = slabs.duplicate_fd()
+            memory = self._slabs.duplicate_fd()
         except OSError:
             return None
         try:
@@ -180,7 +174,6 @@ class MemoryRanges:
                 self._free.append(self._granted.pop(tenant.id))
 
     def _unmapped(self, number: int) -> None:
-        """Handle the end of a lifeline."""
         lifeline = self._lifelines.pop(number)
         self._loop.remove_reader(lifeline)
         os.close(lifeline)
@@ -198,31 +191,55 @@ class MemoryRanges:
             )
 
 
-class ReportingSession(LocalSession):
-    """A session that reports each change of its workers, and rejects calls while it is broken."""
+class HostSession(LocalSession):
+    """The session of all API processes: reports each change of its workers.
 
-    def __init__(
-        self,
-        on_change: Callable[[], None],
-        model_spec: ModelSpec,
-        settings: Settings,
-        status: Status,
-        ledger: Ledger,
-        access: ValueAccess,
-        named_paths: list[str],
-    ) -> None:
-        super().__init__(model_spec, settings, status, ledger, access)
+    It takes inputs and outputs as bytes: the host must not import the types of the app.
+    """
+
+    _reader = OpaqueReader()
+
+    def __init__(self, hello: Hello, on_change: Callable[[], None]) -> None:
+        # Large outputs go through the pipe: a host cannot pass them on without a copy.
+        settings = Settings(
+            **{**hello.settings, "max_shared_bytes": 0},
+            cost=_called_before if hello.has_costs else None,
+            group_by=_called_before if hello.has_groups else None,
+        )
+        ledger = Ledger(hello.name, settings.num_workers)
+        # The API processes log the changes that they see.
+        status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
-        self._named_paths = named_paths
+        self._range_size = hello.settings["max_shared_bytes"] // SHARED_PART // PAGE * PAGE
+        self._named_paths = hello.named_paths
         # States of the files that the first worker has loaded.
         self._loaded: dict[str, FileState] = {}
-        self.accept = self._accept
+        super().__init__(ModelSpec(hello.model_name, hello.model), settings, status, ledger)
+        slabs = self.memory.slabs
+        self.ranges = MemoryRanges(
+            slabs if isinstance(slabs, Slabs) else None,
+            self._range_size,
+            self.binding.loop,
+            self._name,
+        )
 
-    def _accept(self, request: Request) -> None:
+    def _open_memory(self) -> MemoryService:
+        """Open memory for all ranges. The host writes nothing there."""
+        return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
+
+    def _make_sender(self) -> BatchSender:
+        return HostSender(
+            self.settings, self.memory, self.pool.workers, self, self._name, OpaquePickler()
+        )
+
+    def _make_evaluator(self, methods: Sequence[Method]) -> None:
+        """Make none: the API processes have called the user's functions."""
+
+    def accept(self, request: Request) -> None:
         """Add a request to the queue, unless its process has not heard yet that this is broken."""
-        error = self._status.broken_error()
+        error = self.status.broken_error()
         if error is None:
-            self.pump.accept(request)
+            super().accept(request)
         else:
             settle(request)
             set_exception(request, error)
@@ -236,6 +253,36 @@ class ReportingSession(LocalSession):
                 # A later worker may have loaded a file that has changed.
                 self._loaded.setdefault(path, state)
         self._on_change()
+
+    def observe(self, observer: Observer) -> None:
+        """Call an observer from now on, once."""
+        if observer not in self._observers.active:
+            self._observers.add(observer)
+
+    def pack_state(self) -> bytes:
+        """Pack the state and the statistics for the API processes."""
+        error = self.status.broken_error()
+        start_error = given_up = None
+        if isinstance(error, NotReadyError):
+            given_up = (self.status.given_up or "", error.retry_after or 0.0)
+        elif error is not None:
+            start_error = pack_start_error(error)
+        state = HostState(
+            state=str(self.status.state),
+            workers_ready=self.load[0],
+            stats=self.read_stats(),
+            explanation=self.explain(),
+            start_error=start_error,
+            given_up=given_up,
+        )
+        return dumps(tuple(state))
+
+    async def aclose(self) -> None:
+        """Finish the accepted requests, unless it is broken, and end the workers."""
+        if self.status.state is not State.BROKEN:
+            self.begin_drain()
+        await super().aclose()
+        self.end(0.0)
 
     def find_changed_file(self) -> str | None:
         """Return a file or folder that has changed since a worker loaded it, None without any."""
@@ -288,10 +335,7 @@ class HostServer:
         self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
-        self._session: ReportingSession | None = None
-        self._status: Status | None = None
-        self._ledger: Ledger | None = None
-        self._ranges: MemoryRanges | None = None
+        self._session: HostSession | None = None
         self._is_push_scheduled = False
         self._supervisor = -1
         self._end_timer: asyncio.TimerHandle | None = None
@@ -372,21 +416,23 @@ class HostServer:
 
     def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
         """Handle a frame that is not about requests."""
-        kind = frame.kind
+        kind, session = frame.kind, self._session
         if tenant.id in self._strangers:
-            if kind is Kind.HELLO:
+            if kind == Kind.HELLO:
                 self._strangers.pop(tenant.id)[1].cancel()
                 self._admit(tenant, Hello(*loads(frame.body)))
-        elif kind is Kind.PING:
+            return
+        assert session is not None, "the first HELLO has begun it"
+        if kind == Kind.PING:
             tenant.send(Kind.PONG)
-        elif kind is Kind.STATE_READ:
+        elif kind == Kind.STATE_READ:
             self._reporting.state_read(tenant.id)
-        elif kind is Kind.OBSERVE:
-            self._observe(tenant)
-        elif kind is Kind.RECONFIGURE and self._session is not None:
-            self._session.reconfigure(self._session.settings.changed(loads(frame.body)))
-        elif kind is Kind.GOODBYE:
-            self._see_off(tenant)
+        elif kind == Kind.OBSERVE:
+            self._observe(tenant, session)
+        elif kind == Kind.RECONFIGURE:
+            session.reconfigure(session.settings.changed(loads(frame.body)))
+        elif kind == Kind.GOODBYE:
+            self._see_off(tenant, session)
 
     def _admit(self, tenant: Tenant, hello: Hello) -> None:
         """Add an API process, unless a file has changed since a worker has loaded it."""
@@ -411,30 +457,25 @@ class HostServer:
 
     def _remove(self, tenant: Tenant) -> None:
         tenant.leave()
-        if self._ranges is not None:
-            self._ranges.leave(tenant)
+        if self._session is not None:
+            self._session.ranges.leave(tenant)
 
-    def _see_off(self, tenant: Tenant) -> None:
+    def _see_off(self, tenant: Tenant, session: HostSession) -> None:
         """Let a process go that has closed its batcher."""
         self._tenants.pop(tenant.id, None)
         self._remove(tenant)
         self._tenancy.said_goodbye(monotonic(), tenant.id)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
             self._stop_reporting(tenant)
-            tenant.send(Kind.FAREWELL, self._pack_state())
+            tenant.send(Kind.FAREWELL, session.pack_state())
             tenant.close()
         else:
             self._waiting.append(tenant)
         self._check_end()
 
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
-        if self._session is None:
-            self._begin(hello)
-        assert self._session is not None, "it has just begun"
-        assert self._ranges is not None, "it has just begun"
-        tenant.session = self._session
-        slabs = self._session.memory.slabs
-        grant = self._ranges.grant(tenant, slabs) if isinstance(slabs, Slabs) else None
+        session = tenant.session = self._session or self._begin(hello)
+        grant = session.ranges.grant(tenant)
         start, length, *fds = grant or (0, 0)
         body = dumps(tuple(Welcome(identify_process(os.getpid()), start, length, self.room)))
         frame = pack_header(Kind.WELCOME, len(body), 0, 0.0) + body
@@ -450,8 +491,8 @@ class HostServer:
             self._has_welcomed = True
             self._release_output()
         if hello.observes:
-            self._observe(tenant)
-        tenant.send(Kind.STATE, self._pack_state())
+            self._observe(tenant, session)
+        tenant.send(Kind.STATE, session.pack_state())
 
     def find_group(self, key: bytes) -> Group:
         """Return the group of requests with this pickled key."""
@@ -466,47 +507,24 @@ class HostServer:
         session = self._session
         if session is None:
             return 0
-        waiting = session.scheduler.waiting + len(session.pump.arrivals)
         # Each API process may take its part before it hears of the others.
-        return (session.settings.queue_limit - waiting) // max(1, len(self._tenants))
+        return session.queue_room // max(1, len(self._tenants))
 
     # The session.
 
-    def _begin(self, hello: Hello) -> None:
-        """Start the workers."""
+    def _begin(self, hello: Hello) -> HostSession:
         sys.path[:] = hello.sys_path
         logging.getLogger().setLevel(hello.root_level)
         logging.getLogger("fast_batcher").setLevel(hello.library_level)
         logging.captureWarnings(hello.captures_warnings)
         logging.getLogger().addHandler(self._logs)
-        shared = hello.settings["max_shared_bytes"] // SHARED_PART
-        range_size = shared // PAGE * PAGE
-        self._ranges = MemoryRanges(self._loop, range_size, hello.name)
-        # Large outputs go through the pipe: a host cannot pass them on without a copy.
-        settings = Settings(
-            **{**hello.settings, "max_shared_bytes": 0},
-            cost=_called_before if hello.has_costs else None,
-            group_by=_called_before if hello.has_groups else None,
-        )
-        self._ledger = Ledger(hello.name, settings.num_workers)
-        # The API processes log the changes that they see.
-        self._status = Status(hello.name, self._ledger, is_logged=False)
-        self._session = ReportingSession(
-            self.push_soon,
-            ModelSpec(hello.model_name, hello.model),
-            settings,
-            self._status,
-            self._ledger,
-            HostAccess(range_size),
-            hello.named_paths,
-        )
+        session = self._session = HostSession(hello, self.push_soon)
         self._watch_supervisor(hello.supervisor)
-        self._session.begin()
+        session.begin()
+        return session
 
-    def _observe(self, tenant: Tenant) -> None:
-        assert self._ledger is not None, "it has begun"
-        if self._events not in self._ledger.observers.active:
-            self._ledger.observers.add(self._events)
+    def _observe(self, tenant: Tenant, session: HostSession) -> None:
+        session.observe(self._events)
         self._reporting.joined(tenant.id)
         self._choose_reporter()
 
@@ -517,7 +535,7 @@ class HostServer:
     def _choose_reporter(self) -> None:
         """Tell the API process that reports from now on, and the one before it."""
         before, chosen = self._reporter, self._reporting.choose(monotonic())
-        reporter = next((one for one in self._present() if one.id == chosen), None)
+        reporter = next((tenant for tenant in self._present() if tenant.id == chosen), None)
         if reporter is before:
             return
         self._reporter = reporter
@@ -552,8 +570,8 @@ class HostServer:
             self._loop.call_soon(self._push, context=Context())
 
     def _tick(self) -> None:
-        if self._ranges is not None:
-            self._ranges.reuse()
+        if self._session is not None:
+            self._session.ranges.reuse()
         self._choose_reporter()
         self._push()
         self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())
@@ -562,34 +580,14 @@ class HostServer:
         self._is_push_scheduled = False
         if self._session is None or not self._tenants:
             return
-        body = self._pack_state()
+        body = self._session.pack_state()
         for tenant in [*self._tenants.values()]:
             if tenant.session is not None:
                 tenant.report_freed()
                 tenant.tell(Kind.STATE, body)
                 self._reporting.state_sent(monotonic(), tenant.id)
-        if self._status is not None and self._status.has_failed_to_start:
+        if self._session.status.start_error is not None:
             self._end()
-
-    def _pack_state(self) -> bytes:
-        session, status = self._session, self._status
-        assert session is not None, "it has begun"
-        assert status is not None, "it has begun"
-        error = status.broken_error()
-        start_error = given_up = None
-        if isinstance(error, NotReadyError):
-            given_up = (status.given_up_reason or "", error.retry_after or 0.0)
-        elif error is not None:
-            start_error = pack_start_error(error)
-        state = HostState(
-            state=str(status.state),
-            workers_ready=session.load[0],
-            stats=session.read_stats(),
-            explanation=session.explain(),
-            start_error=start_error,
-            given_up=given_up,
-        )
-        return dumps(tuple(state))
 
     # The end.
 
@@ -661,14 +659,11 @@ class HostServer:
     async def aclose(self) -> None:
         """End the workers, and tell the last API process."""
         self._push_timer.cancel()
-        session, status = self._session, self._status
-        if session is not None and status is not None:
-            if status.state is not State.BROKEN:
-                session.begin_drain()
+        session = self._session
+        if session is not None:
             await session.aclose()
-            session.end(0.0)
             for tenant in self._present():
-                tenant.send(Kind.FAREWELL, self._pack_state(), number=1)
+                tenant.send(Kind.FAREWELL, session.pack_state(), number=1)
         with contextlib.suppress(ValueError):
             logging.getLogger().removeHandler(self._logs)
 

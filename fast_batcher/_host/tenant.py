@@ -9,31 +9,26 @@ import functools
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Batch, Failure, Group, Request
 from fast_batcher._host.protocol import (
     FRAME_SIZE,
-    MAX_RANGES,
     OpaqueError,
     Pickled,
     is_atom,
     measure_packed,
     pack_outcome,
 )
-from fast_batcher._parent.sending import BatchSender, SenderEvents
-from fast_batcher._parent.staging import CopyState, MemoryService, StagedInput
-from fast_batcher._parent.worker_process import WorkerProcess
-from fast_batcher._session.outcomes import CostEvaluator
-from fast_batcher._session.session import OutcomeReader, ValueAccess
+from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.staging import CopyState, StagedInput
+from fast_batcher._session.outcomes import OutcomeReader
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import Frame, Kind, LoopChannel
 from fast_batcher._transport.pickling import SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, UnsendableValueError
-from fast_batcher.settings import Settings
 
 if TYPE_CHECKING:
     from fast_batcher._session.session import Session
@@ -99,8 +94,8 @@ class HostSender(BatchSender):
     ) -> list[tuple[Request, BatcherError]]:
         """Send a batch to its worker, as soon as all of its inputs are here."""
         requests = batch.requests
-        if any(one.staged is None or one.staged.slab is None for one in requests):
-            absent = [one.value for one in requests if type(one.value) is RowInput]
+        if any(request.staged is None or request.staged.slab is None for request in requests):
+            absent = [request.value for request in requests if type(request.value) is RowInput]
             if absent:
                 self._send_later(batch, absent)
                 return []
@@ -112,7 +107,7 @@ class HostSender(BatchSender):
             if request.staged is not None:
                 request.staged.release()
         worker = self._workers[batch.worker]
-        waiting = {id(one) for one in absent}
+        waiting = {id(value) for value in absent}
         send = functools.partial(self._fill_in_band, worker, worker.reserve(), batch)
         for value in absent:
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
@@ -122,49 +117,6 @@ def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> 
     waiting.discard(arrived)
     if not waiting:
         send()
-
-
-class _NoEvaluator(CostEvaluator):
-    """API processes have called the user's functions."""
-
-    def __init__(self, settings: Settings, name: str) -> None:
-        super().__init__(settings, name)
-        self.is_needed = False
-
-
-class HostAccess(ValueAccess):
-    """Access to inputs and outputs that are bytes."""
-
-    reader = OpaqueReader()
-
-    def __init__(self, range_size: int) -> None:
-        self._range_size = range_size
-
-    def open_memory(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        settings: Settings,
-        name: str,
-    ) -> MemoryService:
-        """Open memory for all ranges. The host writes nothing there."""
-        return MemoryService(loop, MAX_RANGES * self._range_size, name)
-
-    def make_sender(
-        self,
-        settings: Settings,
-        memory: MemoryService,
-        workers: Mapping[int, WorkerProcess],
-        events: SenderEvents,
-        name: str,
-    ) -> BatchSender:
-        """Make a sender of pickles."""
-        return HostSender(settings, memory, workers, events, name, OpaquePickler())
-
-    def make_evaluator(
-        self, settings: Settings, name: str, methods: Sequence[Method]
-    ) -> CostEvaluator:
-        """Make an evaluator that calls nothing."""
-        return _NoEvaluator(settings, name)
 
 
 logger = logging.getLogger("fast_batcher")
@@ -259,19 +211,19 @@ class Tenant:
     # Requests.
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind is _CALLS:
+        if frame.kind == _CALLS:
             ids, body, options = loads(frame.body)
             self._submit(ids, loads(body), options)
-        elif frame.kind is _ITEM_CALLS:
+        elif frame.kind == _ITEM_CALLS:
             ids, packed, options = loads(frame.body)
             self._submit(
                 ids, [self._unpack(*pair) for pair in zip(ids, packed, strict=True)], options
             )
-        elif frame.kind is Kind.ABANDON:
+        elif frame.kind == Kind.ABANDON:
             self._abandon(loads(frame.body))
-        elif frame.kind is Kind.PRIORITY:
+        elif frame.kind == Kind.PRIORITY:
             self._raise_priority(*loads(frame.body))
-        elif frame.kind is Kind.RESENT:
+        elif frame.kind == Kind.RESENT:
             self._take_resent(*loads(frame.body))
         else:
             self._events.control_frame_arrived(self, frame)
@@ -374,8 +326,8 @@ class Tenant:
     def _send_items(self, ids: list[int], packed: list[Any]) -> None:
         """Send outcomes in frames that are not longer than necessary."""
         begin = size = 0
-        for position, one in enumerate(packed, 1):
-            size += measure_packed(one)
+        for position, outcome in enumerate(packed, 1):
+            size += measure_packed(outcome)
             if size >= FRAME_SIZE or position == len(packed):
                 body = dumps((ids[begin:position], packed[begin:position], self._room))
                 self.send(Kind.ITEM_ANSWERS, body)

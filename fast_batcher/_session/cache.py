@@ -1,23 +1,22 @@
-"""A session that looks outputs up in a cache before another session computes them.
+"""Single flight before the call: a session that looks outputs up before another one computes them.
 
     DynBatcher --accept--> CachingSession --miss--> LocalSession or RemoteSession
                <--hit----- |         ^              |
                            +- cache -+ <---output---+
 
-API process, on the event loop's thread. `CachedCalls` has the calls. Callers with equal keys that
-wait at the same time share a computation. Its request has the deadline of one of them, the leader;
-if it fails because of that deadline, it is sent again for the callers with later ones. `Deliveries`
-gives each caller its own copy of the output: a turn of the loop makes copies for a few
-milliseconds, and copies that would take longer are made in a thread, one after the other.
+API process, on the event loop's thread. Callers with equal keys that wait at the same time share a
+computation. Its request has the deadline of one of them, the leader; if it fails because of that
+deadline, it is sent again for the callers with later ones. `Deliveries` gives each caller its own
+copy of the output: a turn of the loop makes copies for a few milliseconds, and copies that would
+take longer are made in a thread, one after the other.
 """
 
 import asyncio
 import copy
-import math
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import replace
 from inspect import isawaitable
@@ -25,12 +24,11 @@ from typing import Any, Final, NamedTuple
 
 from fast_batcher._arrays.joining import is_much
 from fast_batcher._core.host import OpenCalls
-from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import LoopBinding
+from fast_batcher._session.life import Status
 from fast_batcher._session.offload import offload
-from fast_batcher._session.outcomes import Ledger, is_beyond_reach, set_exception
+from fast_batcher._session.outcomes import Ledger, is_beyond_reach, set_exception, timeout_of
 from fast_batcher._session.output_cache import EXITS, OutputCache
 from fast_batcher._session.session import Session
 from fast_batcher._transport.pickling import to_cause
@@ -164,116 +162,84 @@ def copy_output(output: Any) -> Any:
 class _Computation:
     """The search for one output; the caller of its request."""
 
-    def __init__(
-        self,
-        key: Any,
-        end: Callable[["_Computation", Any, Any], None],
-        *,
-        is_cacheable: bool,
-    ) -> None:
+    def __init__(self, key: Any, session: "CachingSession", *, is_cacheable: bool) -> None:
         self.key = key
+        self.is_cacheable = is_cacheable
         # The callers that still wait, in order of arrival.
         self.callers: list[Request] = []
-        # Waits for the cache; None before and after that.
-        self.lookup: asyncio.Task[None] | None = None
-        self.is_cacheable = is_cacheable
-        # The request of the session below; None before a miss.
+        # The request of the session below; None before a miss, and after its end.
         self.request: Request | None = None
         # For the functions `cost` and `group_by`, and for observers.
         self.context = copy_context()
-        self._end = end
+        self._session = session
 
-    def release(self) -> tuple["asyncio.Task[None] | None", Request | None]:
-        """Return the task and the request, which refer to this computation, and forget them."""
-        released = self.lookup, self.request
-        self.lookup = self.request = None
-        return released
+    def release_request(self) -> Request | None:
+        """Return the request, which refers to this computation, and forget it."""
+        request, self.request = self.request, None
+        return request
 
     def set_result(self, output: Any) -> None:
         """Take the output of the model."""
-        self._end(self, output, None)
+        self._session.take_output(self, output)
 
     def set_exception(self, error: BaseException) -> None:
         """Take the error of the computation."""
-        self._end(self, None, error)
+        self._session.take_error(self, error)
 
 
-class CachedCalls:
-    """Looks the outputs of calls up, and lets a session compute the missing ones."""
+class CachingSession(Session):
+    """A session with a cache before another session."""
 
     def __init__(
-        self, inner: Session, settings: Settings, ledger: Ledger, name: str, weights: str
+        self, inner: Session, settings: Settings, status: Status, ledger: Ledger, weights: str
     ) -> None:
         assert settings.cache is not None, "otherwise there is no use for this object"
+        super().__init__(inner.binding, inner.methods, settings, status, ledger)
         self._inner = inner
-        self.settings = settings
-        self._ledger = ledger
-        self._name = name
-        self.cache = OutputCache(settings.cache, name)
+        self._cache = OutputCache(settings.cache, self._name)
+        # Part of the keys.
+        self._weights = weights
         # The computations that further callers may join, by key; and those of each open call.
         self._by_key: dict[Any, _Computation] = {}
         self._joined: dict[Request, _Computation] = {}
+        # The computations that wait for the cache, and the tasks that do so.
+        self._lookups: dict[_Computation, asyncio.Task[None]] = {}
         self._deliveries = Deliveries(self._give)
+        # The deadlines of the open calls.
         self._calls = OpenCalls(settings.timeout, idempotent=settings.idempotent)
-        # One timer for the earliest deadline.
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf
-        self._weights = weights
         # Calls of `reload` that have not returned.
         self._reloads = 0
-        # The tasks that wait for the cache.
-        self._lookups: set[asyncio.Task[None]] = set()
 
-    # Requests.
+    # Calls.
 
     def accept(self, request: Request) -> None:
         """Look the output up, or join a computation of an equal input."""
         try:
             key = self._make_key(request)
-            known = self._by_key.get(key)
+            computation = self._by_key.get(key)
         except ConfigurationError as error:
             self._ledger.reject(request, error, "invalid input")
             return
         except Exception:  # noqa: BLE001  it cannot be pickled; the session below says so
             self._inner.accept(request)
             return
-        if known is not None:
-            self._add(request, known)
+        if computation is not None:
+            self._join(request, computation)
             self._ledger.count_cached("coalesced")
-            queued = known.request
+            queued = computation.request
             if queued is not None and queued.priority < request.priority:
                 self._inner.raise_priority(queued, request.priority)
-        elif self.looked_up >= self.settings.queue_limit:
+        elif len(self._lookups) >= self.settings.queue_limit:
             text = (
-                f"{self.looked_up} inputs are looked up in the cache already "
+                f"{len(self._lookups)} inputs are looked up in the cache already "
                 f"(max_queue_size={self.settings.queue_limit})"
             )
             self._ledger.reject(request, QueueFullError(text), "queue full")
         else:
-            is_cacheable = not self._reloads
-            computation = _Computation(key, self._end, is_cacheable=is_cacheable)
+            computation = _Computation(key, self, is_cacheable=not self._reloads)
             self._by_key[key] = computation
-            self._add(request, computation)
+            self._join(request, computation)
             self._look_up(computation)
-
-    def _add(self, request: Request, computation: _Computation) -> None:
-        """Let a call wait for a computation."""
-        self._calls.add(monotonic(), request)
-        self._wake_at(self._calls.next_expiry)
-        computation.callers.append(request)
-        self._joined[request] = computation
-
-    def abandon(self, request: Request) -> None:
-        """Remove a caller; the computation ends with its last caller."""
-        if request not in self._joined:
-            self._inner.abandon(request)
-        elif settle(request) and self._leave(request):
-            self._ledger.counters.submitted += 1
-            self._ledger.cancel(request, "waiting")
-
-    def has_room(self, request: Request, ahead: int = 0) -> bool:
-        """Return whether the queue has room for a request, if all that are looked up are misses."""
-        return self._inner.has_room(request, ahead + self.looked_up)
 
     def _make_key(self, request: Request) -> Any:
         """Return the key of an output: of the input, the method and the weights."""
@@ -292,9 +258,24 @@ class CachedCalls:
             key = self.settings.key(value)
             hash(key)
         except Exception as error:  # noqa: BLE001  the caller gets it
-            told = ConfigurationError(f"key: {error!r:.200} for an input of type {type(value)}")
-            raise told from to_cause(error)
+            text = f"key: {error!r:.200} for an input of type {type(value)}"
+            raise ConfigurationError(text) from to_cause(error)
         return key
+
+    def _join(self, request: Request, computation: _Computation) -> None:
+        """Let a call wait for a computation."""
+        self._calls.add(monotonic(), request)
+        self._wake_at(self._calls.next_expiry)
+        computation.callers.append(request)
+        self._joined[request] = computation
+
+    def abandon(self, request: Request) -> None:
+        """Remove a caller; the computation ends with its last caller."""
+        if request not in self._joined:
+            self._inner.abandon(request)
+        elif settle(request) and self._leave(request):
+            self._ledger.counters.submitted += 1
+            self._ledger.cancel(request, "waiting")
 
     def _leave(self, request: Request) -> bool:
         """Remove a settled call from its computation; return whether that ends a look-up."""
@@ -307,11 +288,10 @@ class CachedCalls:
                 computation.request.value = computation.callers[0].value
             return False
         self._forget(computation)
-        lookup, queued = computation.release()
-        if lookup is not None:
-            self._lookups.discard(lookup)
-            if not lookup.get_loop().is_closed():
-                lookup.cancel()
+        lookup = self._lookups.pop(computation, None)
+        if lookup is not None and not lookup.get_loop().is_closed():
+            lookup.cancel()
+        queued = computation.release_request()
         if queued is not None:
             self._inner.abandon(queued)
         return lookup is not None
@@ -330,38 +310,50 @@ class CachedCalls:
         else:
             set_exception(request, error)
 
-    def _find_looked_up(self) -> list[_Computation]:
-        """Return the computations that wait for the cache."""
-        return [one for one in self._by_key.values() if one.lookup is not None]
+    def _run(self) -> None:
+        """Expire the callers whose deadlines passed; that of a leader has usually expired."""
+        self._is_scheduled = False
+        for request in self._calls.expire(monotonic()):
+            kind = DeadlineExceededError if self._inner.load[0] else NotReadyError
+            timeout = timeout_of(request, self.settings)
+            error = kind(f"there was no answer within its timeout of {timeout} s")
+            self._end_waiting(self._ledger.expire, request, error, "waiting")
+        self._wake_at(self._calls.next_expiry)
 
-    def _forget(self, computation: _Computation) -> None:
-        """Let no further caller join a computation."""
-        if self._by_key.get(computation.key) is computation:
-            del self._by_key[computation.key]
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a request of the session below."""
+        self._inner.raise_priority(request, priority)
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
+        """Return whether the queue has room for a request, if all that are looked up are misses."""
+        return self._inner.has_room(request, ahead + len(self._lookups))
+
+    def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Make an array in shared memory; None if the caller must make an ordinary one."""
+        return self._inner.allocate_input(dtype, shape)
 
     # Computations.
 
     def _look_up(self, computation: _Computation) -> None:
         """Look the output up, in a task if the cache is asynchronous."""
-        found = self.cache.look_up(computation.key)
+        found = self._cache.look_up(computation.key)
         if not isawaitable(found):
-            self._take(computation, found)
+            self._take_found(computation, found)
             return
-        loop = self._inner.binding.loop
-        task = loop.create_task(self._wait_for(computation, found), context=computation.context)
-        computation.lookup = task
-        self._lookups.add(task)
-        task.add_done_callback(self._lookups.discard)
+        task = self.binding.loop.create_task(
+            self._wait_for(computation, found), context=computation.context
+        )
+        self._lookups[computation] = task
+        task.add_done_callback(lambda _: self._notice_drained())
 
     async def _wait_for(self, computation: _Computation, found: Awaitable[Any]) -> None:
         output = await found
-        lookup, _ = computation.release()
-        if lookup is not None:  # else the cache has ignored the cancellation of this task
-            self._lookups.discard(lookup)
-            self._take(computation, output)
+        # Otherwise the cache has ignored the cancellation of this task.
+        if self._lookups.pop(computation, None) is not None:
+            self._take_found(computation, output)
 
-    def _take(self, computation: _Computation, found: Any) -> None:
-        """Take what the cache has found."""
+    def _take_found(self, computation: _Computation, found: Any) -> None:
+        """Deliver the output that the cache has, or let the session below compute a missing one."""
         if found is None:
             self._ledger.count_cached("miss")
             self._compute(computation)
@@ -371,51 +363,53 @@ class CachedCalls:
 
     def _compute(self, computation: _Computation) -> None:
         """Send the input to the session below, with the latest deadline of the callers."""
-        leader = max(computation.callers, key=lambda one: one.deadline)
+        leader = max(computation.callers, key=lambda caller: caller.deadline)
         deadline = leader.deadline if leader.has_explicit_deadline else None
         request = computation.request = Request(leader.value, computation, deadline)
         request.timeout, request.target = leader.timeout, leader.target
         request.group = leader.group
-        request.priority = max(one.priority for one in computation.callers)
+        request.priority = max(caller.priority for caller in computation.callers)
         # A copy: the task that looks up may be running in the context itself.
         computation.context.copy().run(self._inner.accept, request)
 
-    def _end(self, computation: _Computation, output: Any, error: BaseException | None) -> None:
-        """Take the outcome of a computation: an output, or an error."""
-        _, request = computation.release()
-        if error is None:
-            self._deliver(computation, output)
-            if computation.is_cacheable:
-                self.cache.store(computation.key, output)
-            return
+    def take_output(self, computation: _Computation, output: Any) -> None:
+        """Deliver the output of the model, and store it."""
+        computation.release_request()
+        self._deliver(computation, output)
+        if computation.is_cacheable:
+            self._cache.store(computation.key, output)
+
+    def take_error(self, computation: _Computation, error: BaseException) -> None:
+        """Fail the callers; if the request was late, compute again for later deadlines."""
+        request = computation.release_request()
         if request is None:  # its last caller has left, and the queue has no room for it
             return
         failed = computation.callers
         if _is_late(error, request):
-            failed = [one for one in failed if one.deadline <= request.deadline]
+            failed = [caller for caller in failed if caller.deadline <= request.deadline]
         for number, caller in enumerate(failed):
-            self._fail(caller, copy_error(error) if number else error)
-        computation.callers = [one for one in computation.callers if not one.is_settled]
+            if self._settle(caller):
+                set_exception(caller, copy_error(error) if number else error)
+        computation.callers = [caller for caller in computation.callers if not caller.is_settled]
         if computation.callers:
             self._compute(computation)
         else:
             self._forget(computation)
 
+    def _forget(self, computation: _Computation) -> None:
+        """Let no further caller join a computation."""
+        if self._by_key.get(computation.key) is computation:
+            del self._by_key[computation.key]
+
     def _deliver(self, computation: _Computation, output: Any) -> None:
         """Give each caller a copy of the output."""
         self._forget(computation)
-        self._deliveries.add(computation.callers, output, self._inner.binding.loop)
+        self._deliveries.add(computation.callers, output, self.binding.loop)
 
     def _give(self, caller: Request, output: Any) -> None:
-        """End one call with its output."""
         if self._settle(caller):
             with suppress(asyncio.InvalidStateError):  # cancelled, in this turn of the loop
                 caller.caller.set_result(output)
-
-    def _fail(self, caller: Request, error: BaseException) -> None:
-        """End one call with its error."""
-        if self._settle(caller):
-            set_exception(caller, error)
 
     def _settle(self, caller: Request) -> bool:
         """Settle a call; return whether it can be given an outcome."""
@@ -423,114 +417,7 @@ class CachedCalls:
         self._joined.pop(caller, None)
         return settle(caller) and not is_beyond_reach(caller)
 
-    # The timer.
-
-    def _wake_at(self, moment: float) -> None:
-        if moment >= self._timer_at:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        delay = max(0.0, moment - monotonic())
-        self._timer = self._inner.binding.loop.call_later(delay, self._wake, context=Context())
-        self._timer_at = moment
-
-    def _wake(self) -> None:
-        """Expire the callers whose deadlines passed; that of a leader has usually expired."""
-        self._timer, self._timer_at = None, math.inf
-        for request in self._calls.expire(monotonic()):
-            timeout = self.settings.timeout if request.timeout is None else request.timeout
-            kind = DeadlineExceededError if self._inner.load[0] else NotReadyError
-            error = kind(f"there was no answer within its timeout of {timeout} s")
-            self._end_waiting(self._ledger.expire, request, error, "waiting")
-        self._wake_at(self._calls.next_expiry)
-
-    # The session's life.
-
-    @contextmanager
-    def reload(self, weights: str) -> Iterator[None]:
-        """Cache no output that is computed meanwhile; have these keys if the reload succeeds.
-
-        Workers with the old and with the new weights serve meanwhile: the output may be of either.
-        """
-        self._reloads += 1
-        for computation in self._by_key.values():
-            computation.is_cacheable = False
-        try:
-            yield
-            self._weights = weights
-        finally:
-            self._reloads -= 1
-
-    @property
-    def looked_up(self) -> int:
-        """Number of inputs that wait for the cache."""
-        return len(self._lookups)
-
-    async def wait_until_looked_up(self, seconds: float) -> None:
-        """Wait until no output is being looked up, at most `seconds`."""
-        if self._lookups:
-            await asyncio.wait(self._lookups, timeout=seconds)
-
-    async def wait_until_delivered(self, seconds: float) -> None:
-        """Wait until every caller has its copy of an output, at most `seconds`."""
-        await self._deliveries.wait(seconds)
-
-    def rebind(self) -> None:
-        """Continue on another event loop; the previous loop is closed, and its tasks with it."""
-        self._timer, self._timer_at = None, math.inf
-        for request in [*self._joined]:
-            if is_beyond_reach(request):
-                self.abandon(request)
-        self._lookups.clear()
-        for computation in self._find_looked_up():
-            computation.lookup = None
-            computation.context.run(self._look_up, computation)
-        self._deliveries.rebind(self._inner.binding.loop)
-        self._wake_at(self._calls.next_expiry)
-
-    def end(self) -> None:
-        """Fail the calls whose outputs are being looked up, and end all others."""
-        self._deliveries.finish()
-        for computation in self._find_looked_up():
-            for caller in [*computation.callers]:
-                if is_beyond_reach(caller):
-                    self.abandon(caller)
-                else:
-                    settle(caller)
-                    error = BatcherClosedError(f"{self._name} was closed before it had answered")
-                    self._end_waiting(self._ledger.fail, caller, error, "closed")
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-def _is_late(error: BaseException, request: Request) -> bool:
-    """Return whether a request has failed because of its deadline or target."""
-    if not isinstance(error, DeadlineExceededError | NotReadyError):
-        return False
-    return error.retry_after is not None or request.deadline <= monotonic()
-
-
-class CachingSession:
-    """A `Session` with a cache before another session."""
-
-    def __init__(
-        self, inner: Session, settings: Settings, ledger: Ledger, name: str, weights: str
-    ) -> None:
-        self._inner = inner
-        self._settings = settings
-        self._counters = ledger.counters
-        self._calls = CachedCalls(inner, settings, ledger, name, weights)
-
-    @property
-    def binding(self) -> LoopBinding:
-        """Process, event loop and thread of the session."""
-        return self._inner.binding
-
-    @property
-    def methods(self) -> Mapping[str, Method]:
-        """The methods of a model that has several, by name."""
-        return self._inner.methods
+    # State and statistics.
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -538,74 +425,92 @@ class CachingSession:
         return self._inner.load
 
     def read_stats(self) -> BatcherStats:
-        """Return the statistics of the session that computes, and the counts of the cache."""
-        results = self._counters.cache_results
-        return replace(
-            self._inner.read_stats(),
-            cache_hits=results["hit"],
-            cache_misses=results["miss"],
-            cache_coalesced=results["coalesced"],
-            cache_lookups=self._calls.looked_up,
-        )
+        """Return the statistics of the session that computes, and the present look-ups."""
+        return replace(self._inner.read_stats(), cache_lookups=len(self._lookups))
 
     def explain(self) -> Explanation:
         """Explain the size of the recent batches."""
         return self._inner.explain()
 
+    # Life.
+
     def begin(self) -> None:
         """Start the workers, without waiting for them."""
         self._inner.begin()
 
-    def accept(self, request: Request) -> None:
-        """Look the output up, or join a computation of an equal input."""
-        self._calls.accept(request)
-
-    def abandon(self, request: Request) -> None:
-        """Remove a caller; the computation ends with its last caller."""
-        self._calls.abandon(request)
-
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of a request of the session that computes."""
-        self._inner.raise_priority(request, priority)
-
-    def has_room(self, request: Request, ahead: int = 0) -> bool:
-        """Return whether the queue has room for a request that has not been accepted yet."""
-        return self._calls.has_room(request, ahead)
-
-    def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Make an array in shared memory; None if the caller must make an ordinary one."""
-        return self._inner.allocate_input(dtype, shape)
-
     def reconfigure(self, settings: Settings) -> None:
         """Apply changed settings, which were checked before."""
         self._inner.reconfigure(settings)
-        self._settings = self._calls.settings = settings
+        self.settings = settings
+
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Replace the workers by workers with another model; its outputs have other keys.
+
+        No output that is computed meanwhile is cached: it may be of the old or the new weights.
+        """
+        self._reloads += 1
+        for computation in self._by_key.values():
+            computation.is_cacheable = False
+        try:
+            await self._inner.reload(model_spec)
+            self._weights = model_spec.weights
+        finally:
+            self._reloads -= 1
 
     def rebind(self, loop: AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed."""
+        """Continue on another event loop; the previous loop is closed, and its tasks with it."""
         self._inner.rebind(loop)
-        self._calls.rebind()
+        super().rebind(loop)
+        for request in [*self._joined]:
+            if is_beyond_reach(request):
+                self.abandon(request)
+        looked_up = [*self._lookups]
+        self._lookups.clear()
+        for computation in looked_up:
+            computation.context.run(self._look_up, computation)
+        self._deliveries.rebind(loop)
+        self._wake_at(self._calls.next_expiry)
 
     def begin_drain(self) -> None:
         """Expect no further requests, unless accepted ones are looked up and may be misses."""
-        if not self._calls.looked_up:
+        if not self._lookups:
             self._inner.begin_drain()
 
-    async def reload(self, model_spec: ModelSpec) -> None:
-        """Replace the workers by workers with another model."""
-        with self._calls.reload(model_spec.weights):
-            await self._inner.reload(model_spec)
+    def _is_drained(self) -> bool:
+        """Return whether no output is being looked up."""
+        # A task may have been cancelled together with all others of its loop.
+        return all(task.done() for task in self._lookups.values())
 
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for look-ups, and as long for computations; then end."""
-        await self._calls.wait_until_looked_up(self._settings.drain_timeout)
+        await self._wait_until_drained()
         self._inner.begin_drain()
         await self._inner.aclose()
-        await self._calls.wait_until_delivered(self._settings.drain_timeout)
-        self._calls.end()
-        await self._calls.cache.settle(self._settings.stop_timeout)
+        await self._deliveries.wait(self.settings.drain_timeout)
+        self._end_calls()
+        await self._cache.settle(self.settings.stop_timeout)
 
     def end(self, grace: float) -> None:
         """Release everything, and block until the workers are dead."""
-        self._calls.end()
+        self._end_calls()
         self._inner.end(grace)
+
+    def _end_calls(self) -> None:
+        """Fail the calls whose outputs are being looked up, and deliver the outputs of others."""
+        self._deliveries.finish()
+        for computation in [*self._lookups]:
+            for caller in [*computation.callers]:
+                if is_beyond_reach(caller):
+                    self.abandon(caller)
+                else:
+                    settle(caller)
+                    error = BatcherClosedError(f"{self._name} was closed before it had answered")
+                    self._end_waiting(self._ledger.fail, caller, error, "closed")
+        self._stop_timer()
+
+
+def _is_late(error: BaseException, request: Request) -> bool:
+    """Return whether a request has failed because of its deadline or target."""
+    if not isinstance(error, DeadlineExceededError | NotReadyError):
+        return False
+    return error.retry_after is not None or request.deadline <= monotonic()

@@ -3,9 +3,9 @@
 import math
 from asyncio import get_running_loop
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
@@ -19,6 +19,15 @@ from fast_batcher.settings import Settings, checked_priority, checked_timeout
 # Most full batches per worker that one `process_many` call has queued or running: one that runs and
 # one that waits behind it. More would only delay other callers.
 MANY_BATCHES_PER_WORKER = 2
+
+
+def set_options(request: Request, timeout: float | None, priority: int) -> None:
+    """Check the timeout and the priority of a call, and give them to its request."""
+    if timeout is not None:
+        request.deadline = monotonic() + checked_timeout(timeout)
+        request.has_explicit_deadline = True
+        request.timeout = timeout
+    request.priority = checked_priority(priority)
 
 
 async def process_many(
@@ -76,13 +85,8 @@ async def process_many(
     return outputs
 
 
-class CallMany(Protocol):
-    """Waits for the outputs of many inputs."""
-
-    async def __call__(
-        self, values: Iterable[Any], timeout: float | None, priority: int, method: str, /
-    ) -> list[Any]:
-        """Wait."""
+# Waits for the outputs of many inputs; called with values, timeout, priority and method.
+CallMany = Callable[[Iterable[Any], float | None, int, str], Coroutine[Any, Any, list[Any]]]
 
 
 class BatchMethod(Generic[InputT, OutputT]):

@@ -3,7 +3,7 @@
     Status           the state, and the error that has broken the batcher
     LoopBinding      the process, event loop and thread that a session belongs to
     Owners           the lifespans and `async with` blocks that keep it open
-    call_on_signal   runs a callback on a signal, then the previous handler; main thread
+    CallOnSignal     runs a callback on a signal, then the previous handler; main thread
 
 A `Status` lives as long as its batcher; sessions come and go. Only `Status` changes the state, and
 it logs every change.
@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context
 from dataclasses import dataclass
 from threading import get_ident
@@ -71,27 +71,24 @@ class LoopBinding:
     def require_own_process(self) -> None:
         """Raise if this is a forked copy."""
         if self.is_forked:
-            self._reject_fork()
+            raise RuntimeError(
+                f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
+                "and does not survive a fork; open one in each process, for example in the lifespan"
+            )
 
-    def _reject_fork(self) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
-            "and does not survive a fork; open one in each process, for example in the lifespan"
-        )
-
-    def require_closed_loop(self, what: str) -> None:
+    def require_closed_loop(self, call: str) -> None:
         """Raise if the event loop is not closed, so that no other may serve the session."""
         if not self.loop.is_closed():
             raise RuntimeError(
-                f"{self._name}: {what} comes from another event loop than the one that serves it, "
+                f"{self._name}: {call} comes from another event loop than the one that serves it, "
                 "which is still alive; from other threads use submit()"
             )
 
-    def require_own_thread(self, what: str) -> None:
+    def require_own_thread(self, call: str) -> None:
         """Raise if this is another thread than the event loop's."""
         if self.runs_elsewhere:
             raise RuntimeError(
-                f"{self._name}: {what} belongs to the thread of the event loop; from another one "
+                f"{self._name}: {call} belongs to the thread of the event loop; from another one "
                 "use loop.call_soon_threadsafe"
             )
 
@@ -130,7 +127,7 @@ class Owners:
     def enter(self, loop: asyncio.AbstractEventLoop) -> Owner:
         """Add an owner."""
         # Owners on a closed loop will never leave.
-        self._owners = [one for one in self._owners if not one.loop.is_closed()]
+        self._owners = [owner for owner in self._owners if not owner.loop.is_closed()]
         self._owners.append(Owner(loop))
         return self._owners[-1]
 
@@ -141,16 +138,16 @@ class Owners:
     def leave(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Remove an owner of this loop."""
         # Owners of one loop are interchangeable, except that owners of earlier openings go first.
-        owners = [one for one in self._owners if one.loop is loop]
+        owners = [owner for owner in self._owners if owner.loop is loop]
         if not owners:
             return True
-        owner = min(owners, key=lambda one: one.is_current)
+        owner = min(owners, key=lambda owner: owner.is_current)
         self._owners.remove(owner)
         return owner.is_current and not self.is_owned()
 
     def is_owned(self) -> bool:
         """Return whether the present opening has an owner on a loop that is not closed."""
-        return any(one.is_current and not one.loop.is_closed() for one in self._owners)
+        return any(owner.is_current and not owner.loop.is_closed() for owner in self._owners)
 
 
 logger = logging.getLogger("fast_batcher")
@@ -176,8 +173,12 @@ def call_on_sigterm(
         )
         yield
         return
-    with call_on_signal(signal.SIGTERM, loop, function, delay):
+    with CallOnSignal(signal.SIGTERM, loop, function, delay):
         yield
+
+
+# The signals that end a server.
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -187,39 +188,23 @@ def call_on_end(loop: asyncio.AbstractEventLoop, function: Callable[[], object])
     Outside the main thread it does nothing.
     """
     with ExitStack() as handlers:
-        for number in (signal.SIGINT, signal.SIGTERM) if _is_main_thread() else ():
-            handlers.enter_context(call_on_signal(number, loop, function))
+        for number in END_SIGNALS if _is_main_thread() else ():
+            handlers.enter_context(CallOnSignal(number, loop, function))
         yield
 
 
-@contextmanager
-def call_on_signal(
-    number: signal.Signals,
-    loop: asyncio.AbstractEventLoop,
-    function: Callable[[], object],
-    delay: float = 0.0,
-) -> Iterator[None]:
-    """Call a function on the loop at each such signal during the block, then the previous handler.
+class CallOnSignal(AbstractContextManager[None]):
+    """Calls a function on the loop at each such signal during the block, then the previous handler.
 
-    Only in the main thread.
+    The previous handler of the first signal is called after `delay` seconds. Main thread.
     """
-    handler = _Handler(number, loop, function, delay)
-    signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        handler.remove()
-
-
-class _Handler:
-    """A signal handler that runs a function on a loop, and the previous handler."""
 
     def __init__(
         self,
         number: signal.Signals,
         loop: asyncio.AbstractEventLoop,
         function: Callable[[], object],
-        delay: float,
+        delay: float = 0.0,
     ) -> None:
         self._number = number
         self._loop = loop
@@ -228,6 +213,9 @@ class _Handler:
         self._delay = delay
         self._before = signal.getsignal(number)
         self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        signal.signal(self._number, self)
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
         delay, self._delay = self._delay, 0.0
@@ -251,14 +239,12 @@ class _Handler:
             signal.signal(self._number, signal.SIG_DFL)
             signal.raise_signal(self._number)
 
-    def remove(self) -> None:
-        """Set the previous handler again.
-
-        A handler that was set meanwhile stays. A previous handler that was not set from Python
-        (None) cannot be restored.
-        """
+    def __exit__(self, *_: object) -> None:
+        """Set the previous handler again."""
         if self._timer is not None:
             self._timer.cancel()
+        # A handler that was set meanwhile stays. A previous handler that was not set from Python
+        # (None) cannot be restored.
         number, before = self._number, self._before
         if before is not None and signal.getsignal(number) is self:
             signal.signal(number, before)
@@ -287,9 +273,9 @@ class Status:
         # True after SIGTERM: calls are still answered, but probes report not ready.
         self.is_leaving = False
         # The error of the last failed start, None otherwise.
-        self._start_error: BatcherError | None = None
+        self.start_error: BatcherError | None = None
         # Reason for which the pool has given up for now, or None; and the moment of the next try.
-        self._given_up: str | None = None
+        self.given_up: str | None = None
         self._next_try = 0.0
         # Futures of the running `wait_while_opening` calls.
         self._waiters: list[asyncio.Future[None]] = []
@@ -299,7 +285,7 @@ class Status:
     def begin(self) -> None:
         """Start an opening, and clear the errors of the previous one."""
         self.is_leaving = False
-        self._start_error = self._given_up = None
+        self.start_error = self.given_up = None
         self.move(Event.OPEN)
 
     def move(self, event: Event) -> None:
@@ -320,51 +306,36 @@ class Status:
             self._waiters.append(waiter)
             await waiter
 
-    @property
-    def has_waiters(self) -> bool:
-        """Whether a caller waits for the end of the opening, and gets its error."""
-        return any(not waiter.done() for waiter in self._waiters)
-
     def fail_start(self, error: BatcherError) -> None:
         """Break: a worker could not load its model, or no host process could be started."""
-        self._start_error = error
+        # If a caller waits in `open`, the error is raised there.
+        if all(waiter.done() for waiter in self._waiters):
+            logger.error(
+                "%s: %s; calls fail until it is opened again", self.name, error, exc_info=error
+            )
+        self.start_error = error
         self.move(Event.START_FAILED)
 
     def give_up(self, reason: str, seconds: float) -> None:
         """Break: all restarts are spent, and the next try is `seconds` away."""
-        self._given_up, self._next_try = reason, monotonic() + seconds
+        self.given_up, self._next_try = reason, monotonic() + seconds
         if self.state in (State.OPENING, State.OPEN):
             self.move(Event.GIVEN_UP)
 
     def recover(self) -> None:
         """Recover: a worker is ready again after all had spent their restarts."""
-        self._given_up = None
+        self.given_up = None
         self.move(Event.RECOVERED)
 
     def end(self) -> None:
         """Close; legal in every state but CLOSED."""
-        self._given_up = None
+        self.given_up = None
         self.move(Event.CLOSE)
 
     @property
     def takes_calls(self) -> bool:
         """Whether calls are accepted."""
         return self.state is State.OPEN or self.state is State.OPENING
-
-    @property
-    def given_up_reason(self) -> str | None:
-        """Reason for which the pool has given up for now, None if it has not."""
-        return self._given_up
-
-    @property
-    def has_failed_to_start(self) -> bool:
-        """Whether the last start has failed."""
-        return self._start_error is not None
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether every worker has spent its restarts, and another try is to come."""
-        return self._given_up is not None
 
     @property
     def broken_seconds(self) -> float | None:
@@ -376,15 +347,15 @@ class Status:
 
         Each caller gets its own error object: a shared one would collect tracebacks.
         """
-        if self._start_error is not None:
-            error = copy.copy(self._start_error)
-            error.__cause__ = self._start_error.__cause__
+        if self.start_error is not None:
+            error = copy.copy(self.start_error)
+            error.__cause__ = self.start_error.__cause__
             return error
-        if self._given_up is None:
+        if self.given_up is None:
             return None
         seconds = max(0.0, self._next_try - monotonic())
         return NotReadyError(
-            f"{self.name}: {self._given_up}; the next try is in {seconds:.3g} seconds",
+            f"{self.name}: {self.given_up}; the next try is in {seconds:.3g} seconds",
             retry_after=seconds,
         )
 
@@ -394,7 +365,7 @@ class Status:
             f"{self.name} was closed before it had answered"
         )
 
-    def reject_call(self, what: str) -> NoReturn:
+    def reject_call(self, reason: str) -> NoReturn:
         """Raise the error for a call that is not accepted."""
         broken_error = self.broken_error()
         if broken_error is not None:
@@ -406,4 +377,4 @@ class Status:
                 "`async with` opens a closed batcher again"
             )
         remedy = GIVE_LIFESPAN if "fastapi" in sys.modules else OPEN_IT
-        raise NotReadyError(f"{self.name}: {what}. {remedy}")
+        raise NotReadyError(f"{self.name}: {reason}. {remedy}")

@@ -1,11 +1,12 @@
 """Outcomes of requests: rejected inputs, settled callers, counts, and the words of errors and logs.
 
     CostEvaluator  calls the user's `cost` and `group_by` for each input
+    read_outcomes  reads the outcomes of a batch from a worker's frame
     Ledger         gives callers their outcomes, and counts the ends of all requests
     Reports        makes errors and log lines
 
-API process or host, on the event loop's thread. A caller waits for an `asyncio.Future`, or in
-another thread for a `ThreadCaller`. It may leave at any moment, which is counted and affects no
+Any process with a session, on the event loop's thread. A caller waits for an `asyncio.Future`, or
+in another thread for a `ThreadCaller`. It may leave at any moment, which is counted and affects no
 other caller. The scheduler and the workers' answers decide which requests end.
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.explanation import BatchSample
@@ -29,13 +30,17 @@ from fast_batcher._core.values import Batch, Expire, ExpiryReason, Failure, Grou
 from fast_batcher._late_errors import LateErrors, log_late_error
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import SLOW, monotonic
-from fast_batcher._transport.pickling import one_line, to_cause
+from fast_batcher._shared_memory.outbox import Answer, OutboxReader
+from fast_batcher._transport.channels import KIND_NAMES, Frame, Kind
+from fast_batcher._transport.pickling import SerializedError, loads, one_line, to_cause
 from fast_batcher.errors import (
     BatcherError,
     ConfigurationError,
     DeadlineExceededError,
+    InferenceError,
     NotReadyError,
     RequestTooLargeError,
+    TransportError,
     forget_frames,
 )
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
@@ -67,7 +72,7 @@ class CostEvaluator:
         self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
         self._has_warned = False
 
-    def find_fault(self, request: Request) -> BatcherError | None:
+    def evaluate(self, request: Request) -> BatcherError | None:
         """Set the request's cost and group; return an error if the request must be rejected."""
         if self._others and request.group is None:
             if self._infer is None:
@@ -152,6 +157,107 @@ def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
         ) from to_cause(error)
 
 
+# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
+_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
+# Frames that are one failure for every request of their batch.
+FAILURE_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL, Kind.FAILED})
+
+
+class OutcomeReader:
+    """Turns what a worker has pickled for one request into its outcome."""
+
+    def read_item(self, item: bytes) -> Any:
+        """Return the output in a separate pickle, or the `Failure` of one that cannot be read."""
+        try:
+            return loads(item)
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+            return _unreadable(error)
+
+    def read_error(self, error: SerializedError) -> Failure:
+        """Return the failure for one request."""
+        return Failure(error.to_error())
+
+
+def read_outcomes(
+    frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
+) -> list[Any]:
+    """Read the outcomes of a batch, by position."""
+    outcomes: list[Any]
+    if frame.kind == _OUTPUT_ATOMS:
+        outcomes = loads(frame.body)
+    elif frame.kind == Kind.OUTPUTS:
+        outcomes = [
+            reader.read_item(item)
+            if isinstance(item, bytes)
+            else reader.read_error(_read_error(item))
+            for item in (earlier or []) + loads(frame.body)
+        ]
+    elif frame.kind in FAILURE_KINDS:
+        error = SerializedError(*loads(frame.body))
+        outcomes = [reader.read_error(error) for _ in range(count)]
+    else:
+        raise TransportError(f"a worker answered with {KIND_NAMES[frame.kind]}")
+    if len(outcomes) != count:
+        raise _wrong_count(len(outcomes), count)
+    return outcomes
+
+
+class SharedOutcomes(NamedTuple):
+    """Outcomes of a batch that are still in an outbox."""
+
+    # The outputs; ignored at the positions of errors.
+    answer: Answer
+    # The errors by position.
+    errors: dict[int, SerializedError]
+
+    def read(self, count: int) -> list[Any]:
+        """Copy the outcomes out, unless that was done before, and free their memory."""
+        outcomes = self.answer.load(_unreadable)
+        if len(outcomes) != count:
+            raise _wrong_count(len(outcomes), count)
+        for position, failure in self.read_errors().items():
+            if position >= count:
+                raise TransportError(f"an error came back for input {position} of {count}")
+            outcomes[position] = failure
+        return outcomes
+
+    def read_errors(self) -> dict[int, Failure]:
+        """Return the failures by position."""
+        try:
+            return {
+                int(position): Failure(SerializedError(*error).to_error())
+                for position, error in self.errors.items()
+            }
+        except (AttributeError, TypeError, ValueError) as raised:
+            text = f"errors came back that are not errors: {one_line(raised)}"
+            raise TransportError(text) from raised
+
+
+def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOutcomes:
+    """Find the outcomes that a worker has left in its outbox."""
+    start, sizes, frozen, items, errors = loads(frame.body)
+    if outbox is None:
+        raise TransportError("a worker without an outbox has left something there")
+    return SharedOutcomes(outbox.find(start, sizes, frozen, items), errors)
+
+
+def _read_error(item: Any) -> SerializedError:
+    try:
+        return SerializedError(*item)
+    except TypeError:
+        text = f"the output cannot be unpickled: it is a {type(item).__name__}"
+        return SerializedError(text, "", None)
+
+
+def _wrong_count(found: int, count: int) -> TransportError:
+    return TransportError(f"{found} outcomes came back for {count} requests")
+
+
+def _unreadable(error: BaseException) -> Failure:
+    text = f"the output cannot be unpickled: {one_line(error)}"
+    return Failure(InferenceError(text))
+
+
 class ThreadCaller:
     """Adapter of a `concurrent.futures.Future` to the two methods that settling needs.
 
@@ -202,7 +308,7 @@ class Counters:
         completed = ended.count("completed")
         self.outcomes["completed"] += completed
         if completed != len(ended):
-            self.outcomes.update(one for one in ended if one != "completed")
+            self.outcomes.update(outcome for outcome in ended if outcome != "completed")
 
     def count_batch(self, size: int, release: str) -> None:
         """Count a batch that is sent."""
@@ -213,18 +319,17 @@ class Counters:
         """Return the last answered batches, oldest first."""
         return [*map(BatchSample._make, self.samples)]
 
-    def snapshot(
-        self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
-    ) -> BatcherStats:
-        """Copy the present counts, completed by the batcher's state and load."""
+    def snapshot(self, state: str, num_workers: int, load: tuple[int, int, int]) -> BatcherStats:
+        """Copy the present counts, completed by the batcher's state and a `Session.load`."""
+        workers_ready, waiting, running = load
         # A wait counts for all requests of its batch.
         samples = self.list_samples()
-        waits = [(one.waited, one.size) for one in samples]
-        infer_times = [(one.infer_seconds, 1) for one in samples]
+        waits = [(sample.waited, sample.size) for sample in samples]
+        infer_times = [(sample.infer_seconds, 1) for sample in samples]
         queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
         infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))
         return BatcherStats(
-            state=state,
+            state=str(state),
             workers_ready=workers_ready,
             num_workers=num_workers,
             waiting=waiting,
@@ -263,7 +368,7 @@ class Ledger:
     def answer(self, batch: Batch, requests: list[Request], outcomes: list[Any]) -> None:
         """Give the callers of an answered batch their outcomes."""
         is_observed = bool(self.observers.active)
-        waiting = [one for one in requests if not one.is_settled] if is_observed else []
+        waiting = [request for request in requests if not request.is_settled] if is_observed else []
         ended: list[Outcome] = []
         # The lengths were compared when the answer was read.
         for request, outcome in zip(requests, outcomes):  # noqa: B905
@@ -281,13 +386,13 @@ class Ledger:
                 ended.append("cancelled")
         self.counters.count_outcomes(ended)
         if ended.count("completed") != len(requests) and "failed" not in ended:
-            failure = next((one for one in outcomes if one.__class__ is Failure), None)
+            failure = next((outcome for outcome in outcomes if outcome.__class__ is Failure), None)
             if failure is not None:
                 self.note_late_error(failure.error)
         if is_observed:
             worker = batch.worker % self._num_workers
-            told = list(zip(waiting, ended, strict=True))
-            self.observers.tell(describe_answer(self._name, batch, told, worker))
+            outcome_of = list(zip(waiting, ended, strict=True))
+            self.observers.tell(describe_answer(self._name, batch, outcome_of, worker))
 
     def note_late_error(self, error: BatcherError) -> None:
         """Count and log an error of a batch that no caller has got, because they had left."""
@@ -361,6 +466,11 @@ def is_beyond_reach(request: Request) -> bool:
     return isinstance(caller, asyncio.Future) and caller.get_loop().is_closed()
 
 
+def timeout_of(request: Request, settings: Settings) -> float | None:
+    """Return the seconds that a request has from its arrival, for messages."""
+    return settings.timeout if request.timeout is None else request.timeout
+
+
 class Reports:
     """Builds the error messages and log lines of one batcher."""
 
@@ -376,8 +486,7 @@ class Reports:
         """Make the error for the caller of an expired request."""
         if action.rejection is not None:
             return action.rejection.to_error()
-        named = action.request.timeout
-        limit = f"its timeout of {self._settings.timeout if named is None else named} seconds"
+        limit = f"its timeout of {timeout_of(action.request, self._settings)} seconds"
         if action.reason is ExpiryReason.NOT_READY:
             return NotReadyError(f"no worker was ready for the call within {limit}")
         if action.reason is ExpiryReason.WAITING:

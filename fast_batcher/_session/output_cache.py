@@ -92,7 +92,7 @@ class OutputCache:
             self._warn("stats", error)
             return None
 
-    async def _wait_for(self, what: str, done: Awaitable[Any]) -> Any:
+    async def _wait_for(self, method: str, done: Awaitable[Any]) -> Any:
         """Return what a method of the cache returns, None if it raises."""
         try:
             return await done
@@ -104,15 +104,15 @@ class OutputCache:
             is_cancelled = task is not None and task.cancelling() > 0
             if isinstance(error, asyncio.CancelledError) and is_cancelled:
                 raise
-            self._warn(what, error)
+            self._warn(method, error)
             return None
 
-    def _warn(self, what: str, error: BaseException) -> None:
+    def _warn(self, method: str, error: BaseException) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s: the cache's %s() raised; calls go on without it, and this is said once",
                 self._name,
-                what,
+                method,
                 exc_info=error,
             )

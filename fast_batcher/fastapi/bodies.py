@@ -152,7 +152,7 @@ async def read_array(
         ) from error
     sizes = _find_shape(sizes, kind, announced, max_bytes)
     expected = math.prod(sizes) * kind.itemsize
-    what = f"an array of shape {sizes} and dtype {kind}"
+    described = f"an array of shape {sizes} and dtype {kind}"
     try:
         array = (np.empty if into is None else into.allocate_input)(sizes, kind)
     except ValueError as error:  # no bytes, but more dimensions or larger ones than there can be
@@ -162,14 +162,14 @@ async def read_array(
     def put(piece: bytes) -> None:
         nonlocal left
         if len(piece) > len(left):
-            text = f"{what} has {expected} bytes, the body more"
+            text = f"{described} has {expected} bytes, the body more"
             raise BodyError(422, "wrong_length", text)
         left[: len(piece)] = piece
         left = left[len(piece) :]
 
     await _receive(request, max_bytes, put)
     if left:
-        text = f"{what} has {expected} bytes, the body {expected - len(left)}"
+        text = f"{described} has {expected} bytes, the body {expected - len(left)}"
         raise BodyError(422, "wrong_length", text, is_read=True)
     return array
 
@@ -184,13 +184,15 @@ def _find_shape(
             f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, of which "
             "one may be -1, and numbers of a fixed size"
         )
-    what = f"an array of shape {sizes!r:.100} and dtype {dtype}"
+    described = f"an array of shape {sizes!r:.100} and dtype {dtype}"
     if step > max_bytes:  # the text omits `step`, which may have too many digits for Python
-        text = f"{what} has more than the {max_bytes} bytes that a body may have"
+        text = f"{described} has more than the {max_bytes} bytes that a body may have"
         raise BodyError(413, "request_too_large", text)
     if -1 not in sizes:
         if announced not in (None, step):
-            raise BodyError(422, "wrong_length", f"{what} has {step} bytes, the body {announced}")
+            raise BodyError(
+                422, "wrong_length", f"{described} has {step} bytes, the body {announced}"
+            )
         return sizes
     if announced is None:
         raise BodyError(411, "length_required", "the body needs a Content-Length")

@@ -144,7 +144,6 @@ class _Sweeper:
 
 
 def _find_sweeper() -> _Sweeper:
-    """Return the sweeper of the running event loop."""
     loop = asyncio.get_running_loop()
     sweeper = _sweepers.get(loop)
     if sweeper is None:

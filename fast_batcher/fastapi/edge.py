@@ -13,7 +13,7 @@ from starlette.types import Lifespan, StatefulLifespan
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.encoding import to_json
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.fastapi.errors import RETRY_AFTER, find_answer
+from fast_batcher.fastapi.errors import RETRY_AFTER, find_answer, public_text
 from fast_batcher.settings import MAX_SECONDS
 
 
@@ -170,8 +170,7 @@ def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
         "workers_ready": stats.workers_ready,
         "num_workers": stats.num_workers,
         "waiting": stats.waiting,
-        # Without the error of a model's constructor, which may hold secrets.
-        "start_error": failure and (find_answer(failure, 503).detail or str(failure)),
+        "start_error": failure and public_text(failure),
     }
 
 

@@ -82,7 +82,7 @@ class RecentErrors:
 
     def newest_first(self) -> list[RecentError]:
         """Return the latest groups of every code."""
-        found = [one for groups in self._latest.values() for one in groups.values()]
+        found = [group for groups in self._latest.values() for group in groups.values()]
         return sorted(found, reverse=True)
 
 
@@ -224,7 +224,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     try:
         return await request_validation_exception_handler(request, error)
     except (ValueError, RecursionError):
-        shown = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
+        shown = [{key: found[key] for key in ("type", "loc", "msg")} for found in error.errors()]
         body = json.dumps({"detail": shown})  # escapes lone surrogates
         return Response(body, 422, media_type="application/json")
 
@@ -254,6 +254,14 @@ def find_answer(error: errors.BatcherError | BodyError, queue_full_status: int) 
     if isinstance(error, errors.DeadlineExceededError) and error.retry_after is not None:
         return answer._replace(status=503, code="deadline_unreachable")  # rejected, not passed
     return answer
+
+
+def public_text(error: errors.BatcherError) -> str:
+    """Return the text of an error that clients may read.
+
+    That of a model's constructor, for example, may hold secrets.
+    """
+    return find_answer(error, 503).detail or str(error)
 
 
 def _make_response(

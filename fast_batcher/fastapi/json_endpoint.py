@@ -65,7 +65,11 @@ class JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         self._refuse_dependencies(scope)
-        body = self._validate(await _read_json(scope, receive))
+        content = await _read_json(scope, receive)
+        try:
+            body = self._read(content)
+        except ValidationError as error:
+            raise _make_request_error(error, content) from None
         if self._ends_by_disconnect:
             async with EndedByDisconnect(receive):
                 result = await self._predict(body)
@@ -83,7 +87,9 @@ class JsonEndpoint:
     def _refuse_dependencies(self, scope: Scope) -> None:
         """Check that no dependency is declared for the route of a request."""
         router = scope["app"].router
-        own = (one for one in router.routes if isinstance(one, Route) and one.endpoint is self)
+        own = (
+            route for route in router.routes if isinstance(route, Route) and route.endpoint is self
+        )
         is_own = any(route.matches(scope)[0] is Match.FULL for route in own)
         has_dependencies = bool(getattr(router, "dependencies", ()))
         if is_own and not has_dependencies:
@@ -102,13 +108,6 @@ class JsonEndpoint:
             f"itself, not of {place}: app.router.add_route(path, endpoint)"
         )
 
-    def _validate(self, content: bytes) -> Any:
-        """Parse and validate the body of a request."""
-        try:
-            return self._read(content)
-        except ValidationError as error:
-            raise _make_request_error(error, content) from None
-
 
 def _find_mount(scope: Scope) -> str:
     """Return the path at which an app or a router is mounted that has the route; "" without."""
@@ -119,7 +118,6 @@ def _find_mount(scope: Scope) -> str:
 
 
 async def _read_json(scope: Scope, receive: Receive) -> bytes:
-    """Read a body whose Content-Type is JSON."""
     kind = b""
     for name, value in scope["headers"]:
         if name == b"content-type":
@@ -152,9 +150,9 @@ def _make_request_error(error: ValidationError, content: bytes) -> RequestValida
         body = json.loads(content)
     except (ValueError, RecursionError):
         body = content.decode(errors="replace")
-        for one in details:
-            one["input"] = {}  # otherwise the whole body
-    found = [{**one, "loc": ("body", *one["loc"])} for one in details]
+        for detail in details:
+            detail["input"] = {}  # otherwise the whole body
+    found = [{**detail, "loc": ("body", *detail["loc"])} for detail in details]
     return RequestValidationError(found, body=body)
 
 
@@ -186,8 +184,8 @@ def _read_annotations(predict: Callable[[Any], Awaitable[Any]]) -> tuple[Any, An
         )
     for annotation in annotations:
         if get_origin(annotation) is Annotated and any(
-            isinstance(one, params.Depends | params.Param | params.Body)
-            for one in get_args(annotation)[1:]
+            isinstance(marker, params.Depends | params.Param | params.Body)
+            for marker in get_args(annotation)[1:]
         ):
             raise ConfigurationError(
                 f"JsonEndpoint({_name(predict)}): {annotation}: it does not do what FastAPI's "

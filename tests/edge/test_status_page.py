@@ -27,10 +27,11 @@ from starlette.testclient import TestClient
 from waits import LIMIT, Gate, call, one_loop, outcome, until
 
 from fast_batcher import DynBatcher
+from fast_batcher._session.life import END_SIGNALS
 from fast_batcher.errors import ConfigurationError, QueueFullError
 from fast_batcher.fastapi import status_router
 from fast_batcher.fastapi.errors import RecentErrors
-from fast_batcher.fastapi.status.page import MOST_EVENTS, SIGNALS, Report, Streams
+from fast_batcher.fastapi.status.page import MOST_EVENTS, Report, Streams
 from fast_batcher.fastapi.status.recorder import Recorder, quantiles
 from fast_batcher.observing import AnsweredRequest, BatchAnswered
 
@@ -295,7 +296,7 @@ def test_a_page_without_batchers_is_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", END_SIGNALS)
 def test_an_open_page_does_not_keep_the_server_from_ending(
     serve: Callable[..., Server], number: signal.Signals
 ) -> None:
@@ -319,15 +320,15 @@ def test_an_open_page_does_not_keep_the_server_from_ending(
 @pytest.mark.anyio
 @one_loop
 async def test_the_last_stream_puts_the_signal_handlers_back() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(number) for number in END_SIGNALS]
     streams = Streams()
     first, second = (streams.run(lambda: "{}") for _ in "12")
     for stream in (first, second):
         assert (await anext(stream), await anext(stream)) == ("retry: 1000\n\n", "data: {}\n\n")
     await first.aclose()  # type: ignore[attr-defined]
-    assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in END_SIGNALS] != before
     await second.aclose()  # type: ignore[attr-defined]
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in END_SIGNALS] == before
 
 
 @pytest.mark.anyio

@@ -255,7 +255,7 @@ async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
 
         def tell(reason: str, seconds: float) -> None:
             told.append(call(batcher, "in the same turn"))
-            session_of(batcher).pump.run_soon()
+            session_of(batcher).run_soon()
             workers_given_up(reason, seconds)
 
         monkeypatch.setattr(session_of(batcher), "workers_given_up", tell)

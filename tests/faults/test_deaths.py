@@ -508,7 +508,7 @@ async def test_a_connection_without_hello_is_no_client(
     with silent, Watch([await host_of(batcher)]) as watch:
         assert await batcher.process_batched(1) == 2
         session: Any = batcher._session
-        assert session._calls._sender.room == 100
+        assert session._room == 100
         await batcher.aclose()
         await watch.until_dead()
 

@@ -65,7 +65,7 @@ class Worker:
     def read(self) -> list[Any]:
         """The values of the batch that was sent first."""
         kind, batch_id, body = self.queue.pop(0)
-        while kind is Kind.INPUTS_FRAGMENT:
+        while kind == Kind.INPUTS_FRAGMENT:
             self._reader.keep_fragment(Frame(kind, batch_id, 0.0, body))
             kind, batch_id, body = self.queue.pop(0)
         values, failures, _ = self._reader.read(Frame(kind, batch_id, 0.0, body))

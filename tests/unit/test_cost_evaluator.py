@@ -45,7 +45,7 @@ def cost_evaluator(
 
 
 def fault_of(value: Any, **functions: Any) -> BatcherError | None:
-    return cost_evaluator(**functions).find_fault(Request(value, None))
+    return cost_evaluator(**functions).evaluate(Request(value, None))
 
 
 class Nasty:
@@ -78,7 +78,7 @@ class Colliding:
 @pytest.mark.parametrize("cost", [1, 0.5, np.int64(3), np.float32(2.0), Fraction(1, 2), 1e15])
 def test_a_cost_is_any_finite_number_above_zero(cost: Any) -> None:
     request = Request("input", None)
-    assert cost_evaluator(cost=lambda _: cost).find_fault(request) is None
+    assert cost_evaluator(cost=lambda _: cost).evaluate(request) is None
     assert request.cost == float(cost)
     assert type(request.cost) is float
 
@@ -124,9 +124,9 @@ def test_a_key_that_is_none_is_an_error_of_this_request(key: Any) -> None:
 def test_a_key_that_raises_when_compared_with_another_fails_the_second_alone() -> None:
     one = cost_evaluator(group_by=lambda value: value)
     first, second = Request(Colliding(), None), Request(Colliding(), None)
-    assert one.find_fault(first) is None
-    assert isinstance(one.find_fault(second), ConfigurationError)
-    assert one.find_fault(first) is None
+    assert one.evaluate(first) is None
+    assert isinstance(one.evaluate(second), ConfigurationError)
+    assert one.evaluate(first) is None
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_slow_function_is_named_once(caplog: pytest.LogCaptureFixture) -> None
         return 1.0
 
     one = cost_evaluator(cost=slow)
-    assert [one.find_fault(Request("input", None)) for _ in range(2)] == [None, None]
+    assert [one.evaluate(Request("input", None)) for _ in range(2)] == [None, None]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "cost or group_by took" in record.getMessage()

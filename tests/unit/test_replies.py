@@ -10,7 +10,7 @@ import pytest
 from memory_files import refuse_memory
 from models.returning import RefusesPickling
 
-from fast_batcher._session.session import SharedOutcomes
+from fast_batcher._session.outcomes import SharedOutcomes
 from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import ATOMS, LEAST_SHARED, SerializedError, describe, loads
@@ -35,9 +35,9 @@ class Post:
         """The kind of the last frame, and what all of them say."""
         frames = self.encoder.pack(outputs, failures or {})
         kind, body = frames[-1]
-        if kind is Kind.OUTPUT_ATOMS:
+        if kind == Kind.OUTPUT_ATOMS:
             return kind, loads(body)
-        if kind is Kind.OUTPUTS:
+        if kind == Kind.OUTPUTS:
             return kind, outcomes_in(frames)
         *where, failed = loads(body)
         shared = SharedOutcomes(self.outbox.find(*where), failed)
@@ -46,7 +46,7 @@ class Post:
     def where(self, outputs: list[Any]) -> list[Any]:
         """Where large outputs have been left, the sizes of their parts, and so on."""
         ((kind, body),) = self.encoder.pack(outputs, {})
-        assert kind is Kind.SHARED_OUTPUTS
+        assert kind == Kind.SHARED_OUTPUTS
         where: list[Any] = [*loads(body)]
         assert where.pop() == {}
         return where
@@ -126,7 +126,7 @@ def test_what_is_not_large_goes_through_the_pipe(
 def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> None:
     for _ in range(3):
         kind, got = post.pack(outputs)
-        assert kind is Kind.SHARED_OUTPUTS
+        assert kind == Kind.SHARED_OUTPUTS
         for one, sent in zip(got, outputs, strict=True):
             assert pickle.dumps(one) == pickle.dumps(pickle.loads(pickle.dumps(sent)))
 
@@ -154,7 +154,7 @@ def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> N
     raw = bytearray(LARGE)
     outputs = [np.frombuffer(raw, np.uint8), RefusesPickling(ValueError("no")), "last"]
     kind, (one, bad, last) = post.pack(outputs)
-    assert kind is Kind.OUTPUTS
+    assert kind == Kind.OUTPUTS
     assert (len(one), last) == (LARGE, "last")
     assert "cannot be pickled" in str(bad)
     outputs.clear()
@@ -192,7 +192,7 @@ def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
     post.encoder._has_warned = False
     for _ in range(2):
         kind, (got,) = post.pack([output])
-        assert kind is Kind.OUTPUTS
+        assert kind == Kind.OUTPUTS
         assert bytes(got) == bytes(output)
         _, (got, error) = post.pack([output, None], {1: describe(ValueError("this one"))})
         assert bytes(got) == bytes(output)
@@ -224,7 +224,7 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
     counted = Counted(b"x" * LARGE)
     for _ in range(2):
         ((kind, _),) = encoder.pack([counted], {})
-        assert kind is Kind.OUTPUTS
+        assert kind == Kind.OUTPUTS
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2

@@ -126,9 +126,9 @@ def failure_in(frame: Frame, kind: int = Kind.FAILED) -> Any:
 
 def outcomes_in(frame: Frame) -> list[Any]:
     """Outputs, and errors where there are none."""
-    if frame.kind is Kind.OUTPUT_ATOMS:
+    if frame.kind == Kind.OUTPUT_ATOMS:
         return list(pickling.loads(frame.body))
-    assert frame.kind is Kind.OUTPUTS
+    assert frame.kind == Kind.OUTPUTS
     return [
         pickling.loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
         for item in pickling.loads(frame.body)
@@ -195,7 +195,7 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     channel.send(Kind.LOAD, 0, pickling.dumps((Alarmed, (gate.path,), {})))
     ready = channel.receive()
     assert ready is not None
-    assert ready.kind is Kind.READY
+    assert ready.kind == Kind.READY
     inputs = [b"x" * 50_000]
     channel.send(Kind.INPUT_ATOMS, 1, pickling.dumps(inputs))
     for _ in range(3):
@@ -239,7 +239,7 @@ def test_out_of_memory_in_a_stage_does_not_end_the_worker(served: Served) -> Non
 
 @serves(StreamsInput)
 def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served) -> None:
-    assert served.ask("large").kind is Kind.OUT_OF_MEMORY
+    assert served.ask("large").kind == Kind.OUT_OF_MEMORY
     assert pickling.loads(served.ask("small").body) == [1]
 
 
@@ -248,7 +248,7 @@ def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Serve
     fatal = pickling.dumps(["CUDA error: unspecified launch failure"])
     served.channel.send(Kind.INPUT_ATOMS, 1, fatal)
     served.channel.send(Kind.INPUT_ATOMS, 2, pickling.dumps(["fine"]))
-    assert served.answer().kind is Kind.FATAL
+    assert served.answer().kind == Kind.FATAL
     served.thread.join(LIMIT)
     assert not served.thread.is_alive()
     assert served.progress.begun == 1
@@ -275,7 +275,7 @@ def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> No
 @serves(Echo)
 def test_a_ping_is_answered(served: Served) -> None:
     served.channel.send(Kind.PING)
-    assert served.answer().kind is Kind.PONG
+    assert served.answer().kind == Kind.PONG
 
 
 @serves(Echo)

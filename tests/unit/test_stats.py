@@ -22,7 +22,7 @@ def quantile(pairs: deque[tuple[float, int]], share: float) -> float | None:
 
 
 def snapshot(counters: Counters) -> BatcherStats:
-    return counters.snapshot(state="open", workers_ready=1, num_workers=2, waiting=3, running=4)
+    return counters.snapshot("open", 2, (1, 3, 4))
 
 
 # Quantiles.

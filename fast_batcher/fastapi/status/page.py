@@ -17,8 +17,6 @@ import base64
 import hashlib
 import json
 import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,10 +30,10 @@ from fastapi.params import Depends
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import call_on_signal
+from fast_batcher._session.life import call_on_end
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.fastapi.errors import find_answer, recent_errors
+from fast_batcher.fastapi.errors import find_answer, public_text, recent_errors
 from fast_batcher.fastapi.status.recorder import (
     ANSWERS,
     SHARES,
@@ -82,33 +80,19 @@ def find_problems(
     queue_limit: int,
     now: float,
 ) -> list[Problem]:
-    """Return the problems of a batcher, the critical ones first.
-
-    Args:
-        batcher: The batcher.
-        stats: Its present statistics.
-        recorder: Its past.
-        queue_limit: Most waiting requests.
-        now: The moment, of `time.monotonic`.
-    """
+    """Return the problems of a batcher, the critical ones first."""
     found = [
         *_of_state(batcher, stats),
         *_of_workers(stats, recorder, now),
         *_of_queue(stats, queue_limit),
         *_of_requests(recorder, now),
     ]
-    return sorted(found, key=lambda one: one.level != "critical")
+    return sorted(found, key=lambda problem: problem.level != "critical")
 
 
 def _of_state(batcher: DynBatcher[Any, Any], stats: BatcherStats) -> Iterator[Problem]:
     if stats.state == "broken":
-        error = batcher.start_error
-        # Without the error of a model's constructor, which may hold secrets.
-        safe = "" if error is None else find_answer(error, 503).detail or str(error)
-        is_final = error is not None and not find_answer(error, 503).may_pass_later
-        hint = "; the log has its traceback, and it is not tried again" if is_final else ""
-        safe = safe.removeprefix(f"{batcher.name}: ")
-        yield Problem("critical", "Broken: every call fails at once", f"{safe}{hint}")
+        yield Problem("critical", "Broken: every call fails at once", _describe_break(batcher))
     elif stats.state == "closed":
         yield Problem("critical", "Closed: every call is rejected", "")
     elif stats.state == "new":
@@ -121,6 +105,16 @@ def _of_state(batcher: DynBatcher[Any, Any], stats: BatcherStats) -> Iterator[Pr
         yield Problem("warning", "Draining: new calls are rejected", f"{left:,} requests are left")
     elif stats.workers_ready and not batcher.is_ready:
         yield Problem("warning", "The server ends: readiness is off since SIGTERM", "")
+
+
+def _describe_break(batcher: DynBatcher[Any, Any]) -> str:
+    error = batcher.start_error
+    if error is None:
+        return ""
+    text = public_text(error).removeprefix(f"{batcher.name}: ")
+    if find_answer(error, 503).may_pass_later:
+        return text
+    return f"{text}; the log has its traceback, and it is not tried again"
 
 
 def _of_workers(stats: BatcherStats, recorder: Recorder, now: float) -> Iterator[Problem]:
@@ -151,18 +145,17 @@ def _of_workers(stats: BatcherStats, recorder: Recorder, now: float) -> Iterator
 
 
 def _of_queue(stats: BatcherStats, limit: int) -> Iterator[Problem]:
+    detail = f"{stats.waiting:,} of {limit:,} requests wait"
     if stats.waiting >= limit:
-        detail = f"{stats.waiting:,} of {limit:,} requests wait"
         yield Problem("critical", "The queue is full: calls are rejected", detail)
     elif stats.waiting >= NEARLY_FULL * limit:
-        detail = f"{stats.waiting:,} of {limit:,} requests wait"
         yield Problem("warning", "The queue is nearly full", detail)
 
 
 def _of_requests(recorder: Recorder, now: float) -> Iterator[Problem]:
     ends = recorder.read(now, RECENT_SLOTS).ends
     for outcome, verb in _BAD.items():
-        reasons = Counter({why: count for (what, why), count in ends.items() if what == outcome})
+        reasons = Counter({why: count for (ended, why), count in ends.items() if ended == outcome})
         if count := reasons.total():
             is_serious = count >= max(SERIOUS_COUNT, SERIOUS_SHARE * ends.total())
             level: Level = "critical" if is_serious else "warning"
@@ -189,11 +182,7 @@ SHOWN_ERRORS = 20
 
 
 class BatcherReport:
-    """The figures of one batcher.
-
-    Args:
-        batcher: The batcher, which gets an observer.
-    """
+    """The figures of one batcher, which gets an observer."""
 
     def __init__(self, batcher: DynBatcher[Any, Any]) -> None:
         self._batcher = batcher
@@ -216,7 +205,7 @@ class BatcherReport:
             "is_ready": batcher.is_ready,
             # False: another server process has the events, and this one the shared counts alone.
             "is_reporter": stats.is_reporter,
-            "problems": [one._asdict() for one in problems],
+            "problems": [problem._asdict() for problem in problems],
             "workers_ready": stats.workers_ready,
             "num_workers": stats.num_workers,
             "workers": [
@@ -246,7 +235,7 @@ class BatcherReport:
             },
             "timeline": {
                 "requests_per_second": recorder.rates(now),
-                "total": [_named(one) for one in recorder.quantiles_of_total(now)],
+                "total": [_named(values) for values in recorder.quantiles_of_total(now)],
             },
             "batch_sizes": dict(sorted(recent.sizes.items())),
             "releases": dict(recent.releases.most_common()),
@@ -259,27 +248,23 @@ class BatcherReport:
     def _explain(self, now: float) -> dict[str, Any]:
         if now >= self._explained_at + EXPLAIN_SECONDS:
             self._explanation, self._explained_at = self._batcher.explain(), now
-        one = self._explanation
+        explanation = self._explanation
         return {
             "explanation": {
-                "text": str(one),
-                "load": one.load,
-                "busy": one.busy,
-                "capacity": one.capacity,
+                "text": str(explanation),
+                "load": explanation.load,
+                "busy": explanation.busy,
+                "capacity": explanation.capacity,
             },
             "learned": [
                 {"size": size, "median": median, "p95": high}
-                for size, median, high in one.service_times
+                for size, median, high in explanation.service_times
             ],
         }
 
 
 class Report:
-    """The figures of this process and of its batchers.
-
-    Args:
-        batchers: The batchers.
-    """
+    """The figures of this process and of its batchers."""
 
     def __init__(self, batchers: tuple[DynBatcher[Any, Any], ...]) -> None:
         self._reports = [BatcherReport(batcher) for batcher in batchers]
@@ -300,19 +285,19 @@ class Report:
             "pid": os.getpid(),
             "slot_seconds": SLOT_SECONDS,
             "slots": SLOTS,
-            "batchers": [one.read(now) for one in self._reports],
+            "batchers": [report.read(now) for report in self._reports],
             "error_counts": dict(recent_errors.counts),
             "errors": [
                 {
-                    "age": now - one.at,
-                    "status": one.status,
-                    "code": one.code,
-                    "type": one.kind,
-                    "route": one.route,
-                    "count": one.answers,
-                    "error_id": one.error_id,
+                    "age": now - error.at,
+                    "status": error.status,
+                    "code": error.code,
+                    "type": error.kind,
+                    "route": error.route,
+                    "count": error.answers,
+                    "error_id": error.error_id,
                 }
-                for one in recent_errors.newest_first()[:SHOWN_ERRORS]
+                for error in recent_errors.newest_first()[:SHOWN_ERRORS]
             ],
         }
 
@@ -328,10 +313,8 @@ def _describe_seat(seat: Seat, batcher_state: str, now: float) -> dict[str, Any]
     if batcher_state in ("new", "closed") and state != "unknown":
         state, pid = "retired", None
     elif batcher_state == "broken" and state == "loading" and memory is None:
-        state, pid = (
-            "lost",
-            None,
-        )  # no event tells the end of a worker that has not loaded the model
+        # No event reports the end of a worker that has not loaded the model.
+        state, pid = "lost", None
     return {
         "state": state,
         "pid": pid,
@@ -352,7 +335,6 @@ def _read_memory(pid: int) -> int | None:
         return None
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds between two events.
 INTERVAL = 1.0
 # Events of a stream; then the page connects again. It bounds the shutdown of a server whose signals
@@ -371,8 +353,7 @@ class Streams:
     async def run(self, make_text: Callable[[], str]) -> AsyncIterator[str]:
         """Yield server-sent events, one per second, until the server is asked to end.
 
-        Args:
-            make_text: Returns the data of an event, in one line.
+        `make_text` returns the data of an event, in one line.
         """
         self._enter()
         try:
@@ -390,12 +371,10 @@ class Streams:
 
     def _enter(self) -> None:
         self._open += 1
-        is_main = threading.current_thread() is threading.main_thread()
         if self._open == 1:
             self._ending = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            for number in SIGNALS if is_main else ():
-                self._handlers.enter_context(call_on_signal(number, loop, self._ending.set))
+            ends = call_on_end(asyncio.get_running_loop(), self._ending.set)
+            self._handlers.enter_context(ends)
 
     def _leave(self) -> None:
         self._open -= 1

@@ -42,7 +42,7 @@ SeatState = Literal["unknown", "loading", "ready", "lost", "retired"]
 
 
 def _buckets(durations: Iterable[float]) -> list[int]:
-    return [int(log(max(one, _SHORTEST)) * _RESOLUTION // 1) for one in durations]
+    return [int(log(max(duration, _SHORTEST)) * _RESOLUTION // 1) for duration in durations]
 
 
 def quantiles(counts: Counter[int]) -> Quantiles:
@@ -112,10 +112,7 @@ class Seat:
 class Recorder(Observer):
     """Records the past of a batcher for the status page.
 
-    Args:
-        batcher: The batcher; its workers' ends while it closes are no losses.
-        num_workers: Its workers.
-        recycles: Whether workers are replaced because they are due, which is no loss.
+    A worker that ends while the batcher closes, or because it is due (`recycles`), is no loss.
     """
 
     def __init__(
@@ -146,9 +143,9 @@ class Recorder(Observer):
         slot.sizes[event.size] += 1
         slot.releases[event.release] += 1
         slot.infer.update(_buckets([event.infer_seconds]))
-        slot.queue_wait.update(_buckets([one.queue_wait for one in requests]))
-        slot.total.update(_buckets([one.total for one in requests]))
-        slot.ends.update([(one.outcome, "") for one in requests])
+        slot.queue_wait.update(_buckets([request.queue_wait for request in requests]))
+        slot.total.update(_buckets([request.total for request in requests]))
+        slot.ends.update([(request.outcome, "") for request in requests])
         self.seats[event.worker].batches += 1
 
     def request_ended(self, event: RequestEnded) -> None:
