@@ -177,8 +177,6 @@ class HostInputs:
             )
 
 
-_ANSWERS = Kind.ANSWERS
-
 # Seconds that a host may take to end after `stop_timeout`, when it kills its workers.
 END_GRACE = 5.0
 
@@ -338,7 +336,7 @@ class RemoteSession(Session):
     def frame_arrived(self, frame: Frame) -> None:
         """Handle a frame of the host."""
         kind = frame.kind
-        if kind == _ANSWERS:
+        if kind == Kind.ANSWERS:
             self._answer(*loads(frame.body))
         elif kind == Kind.ITEM_ANSWERS:
             ids, packed, room = loads(frame.body)

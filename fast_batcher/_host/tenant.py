@@ -121,7 +121,6 @@ def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> 
 
 logger = logging.getLogger("fast_batcher")
 
-_CALLS, _ITEM_CALLS = Kind.CALLS, Kind.ITEM_CALLS
 
 # Seconds for which a batch waits for an input that an API process sends once more: a process that
 # is stopped must not keep a worker from the others.
@@ -211,10 +210,10 @@ class Tenant:
     # Requests.
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind == _CALLS:
+        if frame.kind == Kind.CALLS:
             ids, body, options = loads(frame.body)
             self._submit(ids, loads(body), options)
-        elif frame.kind == _ITEM_CALLS:
+        elif frame.kind == Kind.ITEM_CALLS:
             ids, packed, options = loads(frame.body)
             self._submit(
                 ids, [self._unpack(*pair) for pair in zip(ids, packed, strict=True)], options

@@ -157,8 +157,6 @@ def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
         ) from to_cause(error)
 
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 # Frames that are one failure for every request of their batch.
 FAILURE_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL, Kind.FAILED})
 
@@ -183,7 +181,7 @@ def read_outcomes(
 ) -> list[Any]:
     """Read the outcomes of a batch, by position."""
     outcomes: list[Any]
-    if frame.kind == _OUTPUT_ATOMS:
+    if frame.kind == Kind.OUTPUT_ATOMS:
         outcomes = loads(frame.body)
     elif frame.kind == Kind.OUTPUTS:
         outcomes = [

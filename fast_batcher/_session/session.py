@@ -249,9 +249,6 @@ class Session(ABC):
 # this many seconds. A worker that writes rarely waits longer for a CPU.
 REST_OF_FRAME = 0.05
 
-# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_SHARED_OUTPUTS = Kind.SHARED_OUTPUTS
-_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 # Frames that bring no outcomes of a batch, or not its last ones.
 KINDS_WITHOUT_OUTCOMES = frozenset({Kind.OUTPUTS_FRAGMENT, Kind.PONG, Kind.FREED, Kind.SKIPPED})
 # Frames after which some of the batch's requests may be tried again.
@@ -443,7 +440,7 @@ class LocalSession(Session):
     def frame_arrived(self, worker: int, frame: Frame) -> None:
         """Handle a frame of a ready worker: refill the worker, then settle its batch."""
         kind, has_raised = frame.kind, False
-        if kind != _OUTPUT_ATOMS:
+        if kind != Kind.OUTPUT_ATOMS:
             if kind in KINDS_WITHOUT_OUTCOMES:
                 self._take_other(worker, frame)
                 return
@@ -469,7 +466,7 @@ class LocalSession(Session):
     def _settle(self, frame: Frame, batch: Batch, requests: list[Request]) -> None:
         """Give the callers of an answered batch their outcomes."""
         try:
-            if frame.kind == _SHARED_OUTPUTS:
+            if frame.kind == Kind.SHARED_OUTPUTS:
                 self._collect(frame, batch)
             else:
                 earlier = self._fragments.pop(batch.worker, None) if self._fragments else None
