@@ -60,6 +60,9 @@ class BatcherStats:
     # Batches whose error no caller has got, because the callers had left: their requests had
     # expired or were cancelled, and count as such.
     late_errors: int = 0
+    # Share of the computed cost that was padding, 0 to 1, since the batcher was opened: inputs are
+    # padded to the longest of their batch. 0 without `cost`, and where costs are summed.
+    padding: float = 0.0
     # Whether this process reports the batcher to observers. With `shared` one server process
     # reports for all of them; see `observing.ReporterChanged`.
     is_reporter: bool = True

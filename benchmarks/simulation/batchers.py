@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
+from benchmarks.simulation.models import Encoder
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
-from fast_batcher._core.queue import BatchPacker
+from fast_batcher._core.queue import BatchPacker, PaddedPacker
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.service_model import ScalarModel, ServiceModel, Shape
 from fast_batcher._core.values import Dispatch, Expire, Limits, Request
 
 # The defaults of `DynBatcher`.
@@ -32,6 +34,7 @@ class Ours:
         costs: Of the requests by their number; batches are then filled by cost.
         max_batch_cost: Most that a batch costs; None for a full batch of requests that cost 1.
         methods: Names of the requests' methods by their number; None for a model without methods.
+        packer: Fills batches by cost in another way.
     """
 
     def __init__(
@@ -44,10 +47,10 @@ class Ours:
         costs: Sequence[float] | None = None,
         max_batch_cost: float | None = None,
         methods: Sequence[str] | None = None,
+        packer: BatchPacker | None = None,
     ) -> None:
-        packer = None
-        if costs is not None:
-            packer = BatchPacker(max_batch_cost or float(max_batch_size), is_padded=True)
+        if costs is not None and packer is None:
+            packer = PaddedPacker(max_batch_cost or float(max_batch_size))
         self._method_names = methods
         names = sorted(set(methods or ()))
         self._methods = {name: Method(name, None, max_batch_size) for name in names}
@@ -72,7 +75,7 @@ class Ours:
         arrived = [Request(request, None) for request in requests]
         if self._costs is not None:
             for request in arrived:
-                request.cost = self._costs[request.value]
+                request.cost = self._costs[request.value % len(self._costs)]
         if self._method_names is not None:
             for request in arrived:
                 request.group = self._methods[self._method_names[request.value]].group
@@ -100,6 +103,124 @@ class Ours:
             elif isinstance(action, Expire):
                 lost.append(action.request.value)
         return Decision(batches, lost, inf if wake_at is None else wake_at)
+
+
+class Product(ScalarModel):
+    """Learns the time of a padded batch by one number, its size times its longest input."""
+
+    def __init__(self) -> None:
+        super().__init__(ServiceModel(), 0)
+
+    def observe(self, shape: Shape, seconds: float) -> None:
+        """Learn from a batch."""
+        super().observe(_multiply(shape), seconds)
+
+    def median(self, shape: Shape) -> float:
+        """Return the median seconds of such batches."""
+        return super().median(_multiply(shape))
+
+    def high(self, shape: Shape) -> float:
+        """Return the 95 % quantile of such batches."""
+        return super().high(_multiply(shape))
+
+
+def _multiply(shape: Shape) -> Shape:
+    return shape._replace(requests=shape.requests * shape.longest)
+
+
+class TrueTimes:
+    """Knows the times, without noise."""
+
+    is_known = True
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+
+    def observe(self, shape: Shape, seconds: float) -> None:
+        """Learn nothing."""
+
+    def median(self, shape: Shape) -> float:
+        """Return the seconds of such batches."""
+        return self._encoder.seconds(shape.requests, shape.longest)
+
+    high = median
+
+
+class _Padded(BatchPacker):
+    """Another packer of padded batches."""
+
+    def charge(self, shape: Shape) -> float:
+        """Return the size times the highest cost."""
+        return shape.requests * shape.longest
+
+
+class ByLength(_Padded):
+    """Sorts the window by length, and takes a full batch around the first request."""
+
+    def fill(self, chosen: list[Request], window: Sequence[Request], most: int) -> None:
+        """Fill."""
+        first = window[0]
+        ordered = sorted(window, key=lambda request: request.cost)
+        start = max(0, min(ordered.index(first) - most // 2, len(ordered) - most))
+        chosen += [first, *(one for one in ordered[start : start + most] if one is not first)]
+        del chosen[most:]
+
+
+class Greedy(_Padded):
+    """Adds what pads least, one by one, and keeps the size with most work per second."""
+
+    def fill(self, chosen: list[Request], window: Sequence[Request], most: int) -> None:
+        """Fill."""
+        first, *rest = window
+        chosen.append(first)
+        highest = total = first.cost
+        # The nearest last.
+        shorter = sorted([one for one in rest if one.cost <= highest], key=lambda one: one.cost)
+        longer = sorted([one for one in rest if one.cost > highest], key=lambda one: -one.cost)
+        best, best_size = self._rate(1, highest, total), 1
+        while len(chosen) < most and (shorter or longer):
+            wasted_by_shorter = highest - shorter[-1].cost if shorter else inf
+            wasted_by_longer = (longer[-1].cost - highest) * len(chosen) if longer else inf
+            request = (shorter if wasted_by_shorter <= wasted_by_longer else longer).pop()
+            highest = max(highest, request.cost)
+            total += request.cost
+            chosen.append(request)
+            rate = self._rate(len(chosen), highest, total)
+            if rate >= best:
+                best, best_size = rate, len(chosen)
+        del chosen[best_size:]
+
+    def _rate(self, size: int, highest: float, work: float) -> float:
+        if not self.times.is_known:
+            return 0.0
+        return work / self.times.median(Shape(size, highest, work))
+
+
+class Program(_Padded):
+    """Divides the sorted window into batches that take the least time together.
+
+    Sends the batch that has the first request. A dynamic program: O(window * most).
+    """
+
+    def fill(self, chosen: list[Request], window: Sequence[Request], most: int) -> None:
+        """Fill."""
+        first = window[0]
+        if not self.times.is_known:
+            chosen.append(first)
+            return
+        ordered = sorted(window, key=lambda request: request.cost)
+        best = [0.0] + [inf] * len(ordered)
+        sizes = [0] * len(best)
+        for end in range(1, len(best)):
+            longest = ordered[end - 1].cost
+            for size in range(1, min(most, end) + 1):
+                seconds = best[end - size] + self.times.median(Shape(size, longest, 0.0))
+                if seconds < best[end]:
+                    best[end], sizes[end] = seconds, size
+        end, at = len(ordered), ordered.index(first)
+        while not end - sizes[end] <= at < end:
+            end -= sizes[end]
+        chosen += [first, *(one for one in ordered[end - sizes[end] : end] if one is not first)]
 
 
 class Planned:

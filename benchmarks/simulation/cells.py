@@ -9,8 +9,16 @@ from functools import partial
 from math import inf
 from random import Random
 
-from benchmarks.simulation.batchers import Ours, Planned
-from benchmarks.simulation.engine import Batcher, Record, simulate
+from benchmarks.simulation.batchers import (
+    ByLength,
+    Greedy,
+    Ours,
+    Planned,
+    Product,
+    Program,
+    TrueTimes,
+)
+from benchmarks.simulation.engine import Batcher, Record, Times, simulate
 from benchmarks.simulation.loads import (
     FREQUENT,
     RARE,
@@ -18,13 +26,23 @@ from benchmarks.simulation.loads import (
     Load,
     OpenLoop,
     bursty,
+    draw_lengths,
     draw_methods,
     log_normal_costs,
     poisson,
     short_pause,
 )
-from benchmarks.simulation.models import MODELS, Model, Worker
+from benchmarks.simulation.models import (
+    ENCODERS,
+    LONGEST,
+    MODELS,
+    Model,
+    NoisyEncoder,
+    Worker,
+)
 from benchmarks.simulation.optimum import most_in_time, optimum
+from fast_batcher._core.queue import BatchPacker, PaddedPacker
+from fast_batcher._core.service_model import PaddedModel
 
 # The first seed's number; the others follow.
 FIRST_SEED = 20
@@ -33,6 +51,11 @@ LOADS = (0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
 OVERLOADS = (1.2, 2.0, 5.0)
 COST_LOADS = (0.1, 0.2, 0.3)
 METHOD_LOADS = (0.5, 0.8, 0.95)
+# Of the encoders: the lengths of texts, and clients that ask again at once.
+LENGTHS = ("uniform", "log-normal", "two kinds")
+PADDED_CLIENTS = (16, 64)
+# Batches of a run, of which a fifth is for learning.
+PADDED_BATCHES = 1500
 # Of the requests that call the rare one of two methods: one to ten of the other.
 RARE_SHARE = 1 / 11
 # The mean load of the bursts: see `loads.bursty`.
@@ -63,8 +86,16 @@ OPTIMUM = "optimum"
 BOUND = "bound"
 # Of the part `methods`: the rare method if all requests call it.
 ALONE = "rare, alone"
+# Of the part `padded`: batches of the oldest; of the nearest lengths; those that do most work per
+# second by a learned time of n x L, or of n and L; and ours, a division of all waiting ones by a
+# learned or by the true time of n and L.
+IN_ORDER, SORTED, PRODUCT = "in order", "by length", "n x L"
+GREEDY_PADDED, TRUE = "n and L", "true times"
 # In the order of the tables.
-COLUMNS = (OPTIMUM, BOUND, OURS, NO_TARGET, WITH_COSTS, GREEDY, *FIXED, ALONE, RARE, FREQUENT)
+COLUMNS = (
+    *(OPTIMUM, BOUND, OURS, NO_TARGET, IN_ORDER, SORTED, PRODUCT, GREEDY_PADDED, WITH_COSTS, TRUE),
+    *(GREEDY, *FIXED, ALONE, RARE, FREQUENT),
+)
 
 
 @dataclass(frozen=True)
@@ -75,11 +106,11 @@ class Cell:
     model: str
     # The load as a share of the capacity, or the number of clients.
     x: float
-    # Of a closed loop, which of `PAUSES`.
+    # Of a closed loop, which of `PAUSES`; of the part `padded`, which of `LENGTHS`.
     pause: str = ""
 
     def __str__(self) -> str:
-        if self.part == "closed-loop":
+        if self.part in ("closed-loop", "padded"):
             return f"{self.model}, {self.pause}, {self.x:.0f} clients"
         return f"{self.model} {self.x:.0%}"
 
@@ -174,6 +205,33 @@ def costs(cell: Cell, seed: int, scale: float) -> Outcome:
     return _run_all(batchers, lambda: OpenLoop(moments), worker, seconds)
 
 
+def padded(cell: Cell, seed: int, scale: float) -> Outcome:
+    """Simulate clients that ask an encoder again at once, with texts of unlike lengths."""
+    encoder = ENCODERS[cell.model]
+    size = encoder.max_batch_size
+    lengths = draw_lengths(cell.pause, 20_000, LONGEST, seed)
+    packers: dict[str, BatchPacker] = {
+        WITH_COSTS: PaddedPacker(None),
+        SORTED: ByLength(None, Product()),
+        PRODUCT: Greedy(None, Product()),
+        GREEDY_PADDED: Greedy(None, PaddedModel()),
+        TRUE: Program(None, TrueTimes(encoder)),
+    }
+    batchers: dict[str, Batcher] = {
+        name: Ours("greedy", size, costs=lengths, packer=packer) for name, packer in packers.items()
+    }
+    batchers[IN_ORDER] = Ours("greedy", size)
+    # The mean time of a batch is about that of half a batch of the mean length.
+    seconds = scale * PADDED_BATCHES * encoder.seconds(size / 2, sum(lengths) / len(lengths))
+    return _run_all(
+        batchers,
+        lambda: ClosedLoop(int(cell.x), lambda random: 0.0, seed),
+        lambda: NoisyEncoder(encoder, lengths, seed),
+        seconds,
+        is_open=False,
+    )
+
+
 def methods(cell: Cell, seed: int, scale: float) -> Outcome:
     """Simulate two methods of one model, one at ten times the rate of the other.
 
@@ -200,7 +258,7 @@ def methods(cell: Cell, seed: int, scale: float) -> Outcome:
 def _run_all(
     batchers: dict[str, Batcher],
     load: Callable[[], Load],
-    worker: Callable[[], Worker],
+    worker: Callable[[], Times],
     seconds: float,
     *,
     target: float = inf,
@@ -226,6 +284,7 @@ RUNS: dict[str, Callable[[Cell, int, float], Outcome]] = {
     "overload": overload,
     "bursts": bursts,
     "costs": costs,
+    "padded": padded,
     "methods": methods,
 }
 
@@ -247,6 +306,12 @@ def plan(parts: Sequence[str]) -> list[Cell]:
         for model in MODELS
         for pause in PAUSES
         for clients in CLIENTS
+    ]
+    cells += [
+        Cell("padded", encoder, clients, lengths)
+        for encoder in ENCODERS
+        for lengths in LENGTHS
+        for clients in PADDED_CLIENTS
     ]
     return [cell for part in parts for cell in cells if cell.part == part]
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from benchmarks.simulation.loads import Load
-from benchmarks.simulation.models import Worker
 
 # Decisions at one moment after which virtual time stands still: more than any batcher needs.
 MOST_DECISIONS_AT_ONCE = 10_000
@@ -27,6 +26,13 @@ class Decision(NamedTuple):
     lost: Sequence[int]
     # When it decides again if nothing happens before; infinite for never.
     wake_at: float
+
+
+class Times(Protocol):
+    """Seconds of batches on the one worker."""
+
+    def seconds(self, now: float, requests: Sequence[int]) -> float:
+        """Return the seconds of a batch of these requests that begins now."""
 
 
 class Batcher(Protocol):
@@ -99,7 +105,7 @@ class Record:
 class _Server:
     """The worker and the batches that wait in its pipe."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Times) -> None:
         self._worker = worker
         self._batches: deque[tuple[Any, Sequence[int]]] = deque()
         self.done_at = inf
@@ -122,7 +128,7 @@ class _Server:
 class _Simulation:
     """Tells the batcher what happens, and records the outcome of each request."""
 
-    def __init__(self, batcher: Batcher, load: Load, worker: Worker) -> None:
+    def __init__(self, batcher: Batcher, load: Load, worker: Times) -> None:
         self.record = Record()
         self.batcher = batcher
         self.load = load
@@ -155,7 +161,7 @@ class _Simulation:
         return wake_at
 
 
-def simulate(batcher: Batcher, load: Load, worker: Worker, until: float) -> Record:
+def simulate(batcher: Batcher, load: Load, worker: Times, until: float) -> Record:
     """Let virtual time pass until then, or until nothing can happen any more.
 
     Raises:

@@ -6,7 +6,7 @@ client has the same pauses in the same order (closed loop).
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import inf, log
 from random import Random
 from typing import Protocol
 
@@ -134,6 +134,28 @@ def draw_methods(count: int, rare_share: float, seed: int) -> list[str]:
     """
     random = Random(f"methods {seed}")
     return [RARE if random.random() < rare_share else FREQUENT for _ in range(count)]
+
+
+def draw_lengths(kind: str, count: int, most: int, seed: int) -> list[float]:
+    """Draw the lengths of `count` texts, 4 to `most` tokens.
+
+    Args:
+        kind: "uniform", "log-normal" (a median of 60 and a long tail), or "two kinds" (four of five
+            are queries of 10 to 30 tokens, the others documents of more than half of the most).
+        count: How many.
+        most: Tokens.
+        seed: Of the draws.
+    """
+    random = Random(f"lengths {seed}")
+
+    def draw() -> int:
+        if kind == "uniform":
+            return random.randint(8, most)
+        if kind == "log-normal":
+            return min(most, max(4, round(random.lognormvariate(log(60), 1.0))))
+        return random.randint(10, 30) if random.random() < 0.8 else random.randint(most // 2, most)
+
+    return [float(draw()) for _ in range(count)]
 
 
 def log_normal_costs(count: int, sigma: float, seed: int) -> list[float]:

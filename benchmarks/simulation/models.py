@@ -6,6 +6,7 @@ The front end, the pipe and the event loop cost nothing here: only policies are 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,69 @@ MODELS = {
         Model("cpu", 0.5e-3, 2e-3, 16, target=0.100),
     )
 }
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A text encoder: all inputs of a batch are padded to the longest.
+
+    A batch of n texts of L tokens takes fixed + max(least, linear * n * L + square * n * L * L)
+    seconds: layers that work on each token, attention between tokens, and a device that small
+    batches do not fill.
+    """
+
+    name: str
+    fixed: float
+    linear: float
+    square: float
+    least: float = 0.0
+    max_batch_size: int = 32
+
+    def seconds(self, size: float, longest: float) -> float:
+        """Seconds of a batch, without noise."""
+        work = size * longest * (self.linear + self.square * longest)
+        return self.fixed + max(self.least, work)
+
+
+# The shapes of encoders, with lengths up to LONGEST tokens. At that length attention takes as long
+# as the other layers in "gpu", five times as long in "attention", and no time in "linear".
+LONGEST = 512
+ENCODERS = {
+    encoder.name: encoder
+    for encoder in (
+        Encoder("gpu", 4e-3, 2e-6, 4e-9, least=6e-3),
+        Encoder("large gpu", 8e-3, 2e-5, 2e-8, least=10e-3),
+        Encoder("cpu", 2e-3, 4e-5, 8e-8),
+        Encoder("attention", 5e-3, 5e-6, 5e-8),
+        Encoder("linear", 2e-3, 2e-5, 0.0),
+    )
+}
+# Times scatter by this deviation of their logarithm; this share of batches takes so many times as
+# long.
+NOISE, OUTLIERS, OUTLIER_FACTOR = 0.05, 0.01, 5.0
+
+
+class NoisyEncoder:
+    """Draws the times of an encoder's batches on one worker.
+
+    Args:
+        encoder: Of all batches.
+        lengths: Of the requests by their number, over and over.
+        seed: Of the noise, which does not depend on the batches.
+    """
+
+    def __init__(self, encoder: Encoder, lengths: Sequence[float], seed: int) -> None:
+        self._encoder = encoder
+        self._lengths = lengths
+        self._random = Random(f"noise {seed}")
+
+    def seconds(self, now: float, requests: Sequence[int]) -> float:
+        """Seconds that a batch of these requests takes."""
+        longest = max([self._lengths[request % len(self._lengths)] for request in requests])
+        factor = self._random.lognormvariate(0.0, NOISE)
+        if self._random.random() < OUTLIERS:
+            factor *= OUTLIER_FACTOR
+        return factor * self._encoder.seconds(len(requests), longest)
 
 
 class Worker:

@@ -14,6 +14,8 @@ from benchmarks.simulation.cells import (
     OPTIMUM,
     OURS,
     OVERLOADS,
+    PRODUCT,
+    TRUE,
     WITH_COSTS,
     Cell,
     Outcome,
@@ -35,6 +37,11 @@ LEAST_GOODPUT, MOST_LOSS_MS = 97.0, 10.0
 MOST_BELOW_BOUND, LEAST_BURST_GAIN = 6.0, 20.0
 # Times its p99 alone at the same total load that of a rare method may be.
 MOST_RARE_P99 = 2.0
+# Percent of the requests/s with the true times; percent below those by n x L, in any cell; and
+# percent above the p99 by n x L.
+LEAST_OF_TRUE, MOST_BELOW_PRODUCT, MOST_P99_GAIN = 90.0, 2.0, 0.0
+# Where the true times gain this many percent over n x L, ours gain as many.
+WORTH_LEARNING = 10.0
 # The figures that are stored of each run, by part.
 STORED = {
     "open-loop": ("mean_ms", "p50_ms", "p99_ms", "batch_size"),
@@ -42,6 +49,7 @@ STORED = {
     "overload": ("in_time_per_second", "loss_p99_ms", "p50_ms", "lost"),
     "bursts": ("in_time", "loss_p99_ms", "p99_ms", "lost"),
     "costs": ("mean_ms", "p99_ms", "batch_size"),
+    "padded": ("answered_per_second", "p50_ms", "p99_ms", "batch_size"),
     "methods": ("mean_ms", "p50_ms", "p99_ms", "lost", "batch_size"),
 }
 
@@ -115,6 +123,20 @@ def _gain(result: Result, system: str) -> object:
     return _signed(result.over(system, GREEDY, "answered_per_second"))
 
 
+def _over_product(result: Result, system: str) -> object:
+    if system == PRODUCT:
+        rate = result.estimate(PRODUCT, "answered_per_second")
+        return rate and f"{number(rate.mean)}/s"
+    return _signed(result.over(system, PRODUCT, "answered_per_second"))
+
+
+def _p99_over_product(result: Result, system: str) -> object:
+    if system == PRODUCT:
+        p99 = result.estimate(PRODUCT, "p99_ms")
+        return p99 and f"{number(p99.mean)} ms"
+    return _signed(result.over(system, PRODUCT, "p99_ms"))
+
+
 def _times_alone(result: Result, system: str) -> Estimate | None:
     """A method's p99 as a multiple of the rare method's p99 alone, seed by seed."""
     pairs = zip(result.values(system, "p99_ms"), result.values(ALONE, "p99_ms"), strict=True)
@@ -159,6 +181,10 @@ TABLES: dict[str, tuple[tuple[str, Callable[[Result, str], object]], ...]] = {
             lambda result, system: result.estimate(system, "mean_ms"),
         ),
     ),
+    "padded": (
+        ("Padded batches of an encoder: answers per second, % over n x L", _over_product),
+        ("p99, % over n x L", _p99_over_product),
+    ),
     "methods": (
         (
             "Two methods, one at ten times the rate of the other: p99, times the rare one's alone",
@@ -186,6 +212,7 @@ def verdicts(results: Sequence[Result], part: str) -> list[Verdict]:
         "overload": _judge_overload,
         "bursts": _judge_bursts,
         "costs": _judge_costs,
+        "padded": _judge_padded,
         "methods": _judge_methods,
     }
     return judges[part](results)
@@ -260,6 +287,28 @@ def _judge_costs(results: Sequence[Result]) -> list[Verdict]:
     over = [(one.cell, one.over(WITH_COSTS, OURS, "mean_ms")) for one in results]
     # The mean alone: near the capacity, latencies without costs differ by a factor between seeds.
     return _worst("mean latency with costs over that without, %", over, 0.0)[:1]
+
+
+def _judge_padded(results: Sequence[Result]) -> list[Verdict]:
+    rate = "answered_per_second"
+    below_true = [(one.cell, _negative(one.over(WITH_COSTS, TRUE, rate))) for one in results]
+    most = 100 - LEAST_OF_TRUE
+    found = _worst(f"requests/s at most {most:g} % below those with true times", below_true, most)
+    below = [(one.cell, _negative(one.over(WITH_COSTS, PRODUCT, rate))) for one in results]
+    claim = f"requests/s at most {MOST_BELOW_PRODUCT:g} % below those by n x L"
+    found += _worst(claim, below, MOST_BELOW_PRODUCT)
+    for one in results:
+        possible = one.over(TRUE, PRODUCT, rate)
+        if possible is not None and possible.mean >= WORTH_LEARNING:
+            claim = f"{one.cell}: requests/s at least +{WORTH_LEARNING:g} % over n x L"
+            gain = _spread(one.over(WITH_COSTS, PRODUCT, rate))
+            found.append(Verdict(claim, gain, at_least=WORTH_LEARNING))
+    p99 = [(one.cell, one.over(WITH_COSTS, PRODUCT, "p99_ms")) for one in results]
+    return [*found, *_worst("p99 over that by n x L, %", p99, MOST_P99_GAIN)[:1]]
+
+
+def _negative(estimate: Estimate | None) -> Estimate | None:
+    return estimate and Estimate(-estimate.mean, -estimate.high, -estimate.low)
 
 
 def _judge_methods(results: Sequence[Result]) -> list[Verdict]:

@@ -91,6 +91,8 @@ class Round:
     number: int
     name: str
     mean_batch_size: float = 0.0
+    # Of the batched endpoint: the share of the computed characters that was padding, so far.
+    padding: float = 0.0
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
     # Position of the sentence and body of the answer: read after the clock has stopped.
@@ -162,7 +164,7 @@ async def send_all(
     todo = iter(range(len(bodies)))
     title = f"round {round_.number}" if round_.number else "warming up"
     bar = progress.add_task(f"{title}, {round_.name}", total=len(bodies))
-    before = await read_batch_sizes(server, round_.name)
+    before = read_batch_sizes(await read_stats(server, round_.name))
     start = time.perf_counter()
 
     async def run_client() -> None:
@@ -186,17 +188,25 @@ async def send_all(
     round_.seconds = time.perf_counter() - start
     progress.stop_task(bar)
     round_.errors += [repr(error) for error in ended if error is not None]
-    after = await read_batch_sizes(server, round_.name)
+    stats = await read_stats(server, round_.name)
+    after = read_batch_sizes(stats)
     batches = {size: count - before.get(size, 0) for size, count in after.items()}
+    round_.padding = stats["padding"]
     requests = sum(size * count for size, count in batches.items())
     round_.mean_batch_size = requests / max(1, sum(batches.values()))
 
 
-async def read_batch_sizes(server: Server, name: str) -> dict[int, int]:
-    """How many batches of each size the server has computed so far."""
+async def read_stats(server: Server, name: str) -> dict[str, Any]:
+    """Return the statistics of a batcher of the server."""
     async with Connection(HOST, server.port) as connection:
         _, body = await connection.get("/stats")
-    return {int(size): count for size, count in json.loads(body)[name]["batch_sizes"].items()}
+    stats: dict[str, Any] = json.loads(body)[name]
+    return stats
+
+
+def read_batch_sizes(stats: dict[str, Any]) -> dict[int, int]:
+    """Return how many batches of each size were computed."""
+    return {int(size): count for size, count in stats["batch_sizes"].items()}
 
 
 def embed_one_by_one(sentences: list[str], progress: Progress) -> Iterator[list[float]]:
@@ -286,6 +296,11 @@ def report(console: Console, rounds: list[Round], ending: Ending, cosine: float)
     if ratios:
         each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         console.print(f"Batched is {statistics.median(ratios):.2f} times as fast (rounds: {each}).")
+    last = next((round_ for round_ in reversed(rounds) if round_.name == "batched"), None)
+    if last is not None:
+        console.print(
+            f"Padding is {last.padding:.0%} of the batches: texts of like lengths share one."
+        )
     errors = [error for round_ in rounds for error in round_.errors]
     for error in errors[:5]:
         console.print(f"Error: {error[:500]}", markup=False)

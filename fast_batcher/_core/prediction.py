@@ -11,7 +11,7 @@ from math import ceil, inf
 from typing import Final, NamedTuple
 
 from fast_batcher._core.queue import BatchPacker, WorkAhead
-from fast_batcher._core.service_model import ServiceModel
+from fast_batcher._core.service_model import ScalarModel, ServiceModel, Shape
 from fast_batcher._core.values import Batch, Group, Request
 from fast_batcher._core.workers import WorkerSlot
 
@@ -164,28 +164,38 @@ class BatchTimes:
         self.has_costs = packer is not None
         # Of all methods together.
         self.by_size = methods.first.service if len(methods.all) == 1 else ServiceModel()
-        self.by_charge = self.by_size if packer is None else packer.service
+        self.by_shape = ScalarModel(self.by_size, 0) if packer is None else packer.times
         # Whether predictions are needed by anything but the policy. Learning costs each batch some
         # microseconds, so it begins when a prediction may first be needed.
         self.is_wanted = self.has_costs
+        # Costs of the answered requests, and of their batches, which may be padded.
+        self._answered_cost = self._computed_cost = 0.0
         # Sizes and seconds of warm-up batches whose costs are unknown: see `price_warm_ups`.
         self.unpriced_warm_ups: list[tuple[float, float]] = []
 
     @property
     def is_known(self) -> bool:
         """Whether there has been an observation; without one nothing can be predicted."""
-        return self.by_charge.is_known
+        return self.by_shape.is_known
 
-    def charge(self, requests: list[Request]) -> float:
-        """Return the charge of these requests as one batch: its cost; without costs its size."""
-        return len(requests) if self._packer is None else self._packer.charge(requests)
+    @property
+    def padding(self) -> float:
+        """Share of the computed cost that was padding, 0 to 1."""
+        return 1 - self._answered_cost / self._computed_cost if self._computed_cost else 0.0
+
+    def _shape_of(self, requests: list[Request]) -> Shape:
+        """Return the shape of these requests as one batch."""
+        if self._packer is None:
+            return _make_shape(len(requests), 1.0)
+        costs = [request.cost for request in requests]
+        return Shape(len(costs), max(costs), sum(costs))
 
     def seconds_of(self, requests: list[Request]) -> float:
         """Predict the seconds of a batch of these requests; only if `is_known`."""
         service = self._methods.of(requests[0].group).service
         if self._packer is None and service.is_known:
             return service.high(len(requests))
-        return self.by_charge.high(self.charge(requests))
+        return self.by_shape.high(self._shape_of(requests))
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from an answered batch."""
@@ -194,7 +204,10 @@ class BatchTimes:
         if service is not self.by_size:
             service.observe(len(batch.requests), seconds)
         if self._packer is not None:
-            self.by_charge.observe(self._packer.charge(batch.requests), seconds)
+            shape = self._shape_of(batch.requests)
+            self._answered_cost += shape.cost
+            self._computed_cost += self._packer.charge(shape)
+            self.by_shape.observe(shape, seconds)
 
     def observe_warm_up(self, times: Iterable[tuple[float, float]]) -> None:
         """Learn from the sizes and seconds of batches that a worker has computed to warm up."""
@@ -214,17 +227,17 @@ class BatchTimes:
             return
         cost = sum([request.cost for request in requests]) / len(requests)
         for size, seconds in self.unpriced_warm_ups:
-            self.by_charge.observe(size * cost, seconds)
+            self.by_shape.observe(_make_shape(size, cost), seconds)
         self.unpriced_warm_ups.clear()
 
     def seconds_until_free(
-        self, now: float, slot: WorkerSlot, read: Callable[[float], float] | None = None
+        self, now: float, slot: WorkerSlot, read: Callable[[Shape], float] | None = None
     ) -> float:
         """Predict, by `high` or `read`, the seconds until a worker has answered its batches."""
         if not slot.batches or not self.is_known:
             return 0.0
-        read = read or self.by_charge.high
-        first, *others = [read(self.charge(batch.requests)) for batch in slot.batches]
+        read = read or self.by_shape.high
+        first, *others = [read(self._shape_of(batch.requests)) for batch in slot.batches]
         return max(0.0, first - (now - slot.started_at)) + sum(others)
 
     def seconds_until_answered(self, backlog: Backlog, ahead: WorkAhead, cost: float) -> float:
@@ -238,31 +251,41 @@ class BatchTimes:
         """
         if not self.is_known or backlog.delay == inf:
             return 0.0
-        high = self.by_charge.high
-        full = self._full_charge(ahead.cost + cost, ahead.requests + 1)
-        batches = max(ahead.cost // full, ahead.groups - 1)
+        high = self.by_shape.high
+        mean = (ahead.cost + cost) / (ahead.requests + 1)
+        full = self._full_size(mean)
+        batches = max(ahead.cost // (full * mean), ahead.groups - 1)
+        # In a padded batch a long input makes all others long.
+        alone = high(_make_shape(1, cost)) if self.has_costs else 0.0
         if not batches and not backlog.is_behind:
             # A target just above a batch's time must not keep requests from a free worker.
             factor = SAFETY_FACTOR if backlog.delay or backlog.requests else 1.0
-            return factor * (backlog.delay + high(ahead.cost + cost))
+            together = high(_make_shape(ahead.requests + 1, mean))
+            return factor * (backlog.delay + max(together, alone))
         # Requests of many groups make more and smaller batches.
-        usual = min(full, ahead.cost / max(batches, 1))
-        before = batches * high(usual) / backlog.workers
-        return SAFETY_FACTOR * (backlog.delay + before + high(max(full, cost)))
+        usual = min(full, ahead.requests / max(batches, 1))
+        before = batches * high(_make_shape(usual, mean)) / backlog.workers
+        return SAFETY_FACTOR * (backlog.delay + before + max(high(_make_shape(full, mean)), alone))
 
     def seconds_until_drained(self, backlog: Backlog) -> float | None:
         """Predict by medians the seconds until the queue is empty; None before any observation."""
         if not self.is_known or backlog.delay == inf:
             return None
-        size = self._methods.largest_size
-        full, batches = float(size), ceil(backlog.requests / size)
-        if self._packer is not None and backlog.requests:
-            full = self._full_charge(backlog.cost, backlog.requests)
-            # Rounding may have left a sum of 0.
-            batches = ceil(backlog.cost / full) if full else batches
-        return backlog.delay + batches * self.by_charge.median(full) / backlog.workers
+        mean = backlog.cost / backlog.requests if self.has_costs and backlog.requests else 1.0
+        full = self._full_size(mean)
+        batches = ceil(backlog.requests / full)
+        seconds = batches * self.by_shape.median(_make_shape(full, mean))
+        return backlog.delay + seconds / backlog.workers
 
-    def _full_charge(self, cost: float, requests: int) -> float:
-        """Return the charge of a full batch: full by number at the mean cost, or full by cost."""
-        full = self._methods.largest_size * cost / requests
-        return full if self._packer is None else min(full, self._packer.max_batch_cost)
+    def _full_size(self, mean: float) -> float:
+        """Return the requests of a full batch at this mean cost: full by number, or by cost."""
+        size = float(self._methods.largest_size)
+        # Rounding may have left a mean of 0.
+        if self._packer is None or not mean:
+            return size
+        return min(size, max(1.0, self._packer.max_batch_cost / mean))
+
+
+def _make_shape(requests: float, cost: float) -> Shape:
+    """Return the shape of requests that all have this cost."""
+    return Shape(requests, cost, requests * cost)

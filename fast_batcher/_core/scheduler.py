@@ -354,7 +354,7 @@ class DeadlineBatches:
         # A batch that was sent cannot be dropped any more, however long the one before it takes.
         if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
             return [], False
-        start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
+        start = now + self._times.seconds_until_free(now, slot, self._times.by_shape.median)
         requests, is_smaller = self._choose(start, queue)
         is_other = is_smaller or bool(self.dropped)
         full = self._methods.of(requests[0].group).size_cap.size
@@ -470,6 +470,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Number of requests in the queue or waiting for a retry."""
         return self.queue.size + sum(1 for _ in self._retries)
+
+    @property
+    def padding(self) -> float:
+        """Share of the computed cost that was padding, 0 to 1."""
+        return self._times.padding
 
     @property
     def next_expiry(self) -> float:

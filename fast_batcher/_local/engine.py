@@ -36,7 +36,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from fast_batcher._core.policy import GreedyPolicy
-from fast_batcher._core.queue import BatchPacker
+from fast_batcher._core.queue import SummedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Dispatch, Fail, Failure, Limits, Request, settle_open
 from fast_batcher._late_errors import LateErrors, log_late_error
@@ -337,7 +337,7 @@ class Engine:
                 isolate_errors=settings.isolate_errors,
                 batches_per_worker=1,
             ),
-            packer=None if length is None else BatchPacker(length, is_padded=False),
+            packer=None if length is None else SummedPacker(length),
         )
         self._scheduler.worker_ready(monotonic(), _WORKER)
         self._counts = counts

@@ -29,7 +29,7 @@ from typing import Any
 from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
-from fast_batcher._core.queue import BatchPacker
+from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
     QUEUED,
@@ -612,6 +612,10 @@ class LocalSession(Session):
         workers = self.scheduler.workers
         return workers.ready_count, self.scheduler.waiting, workers.running
 
+    def read_stats(self) -> BatcherStats:
+        """Return a snapshot of the counts, the load and the padding."""
+        return replace(super().read_stats(), padding=self.scheduler.padding)
+
     @property
     def queue_room(self) -> int:
         """Requests for which the queue has room; negative after a `reconfigure`."""
@@ -776,7 +780,8 @@ class LocalSession(Session):
 def _make_scheduler(settings: Settings, methods: Sequence[Method]) -> Scheduler:
     packer = None
     if settings.cost is not None:
-        packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
+        make_packer = PaddedPacker if settings.cost_is_padded else SummedPacker
+        packer = make_packer(settings.max_batch_cost)
     return Scheduler(
         make_policy(settings.policy, settings.max_delay),
         _limits_of(settings),

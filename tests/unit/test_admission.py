@@ -12,8 +12,9 @@ from schedulers import make, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
 from fast_batcher._core.prediction import SAFETY_FACTOR, Backlog, BatchTimes, Method, Methods
-from fast_batcher._core.queue import BatchPacker, WorkAhead
+from fast_batcher._core.queue import BatchPacker, PaddedPacker, WorkAhead
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.service_model import Shape
 from fast_batcher._core.values import (
     Batch,
     Dispatch,
@@ -41,7 +42,7 @@ def learned(
     times = BatchTimes(Methods([Method("infer", None, most)]), packer)
     for size in sizes or (1, 2, 4):
         for _ in range(LESSONS):
-            times.by_charge.observe(size, seconds or linear(size))
+            times.by_shape.observe(Shape(size, 1.0, size), seconds or linear(size))
     return times
 
 
@@ -124,14 +125,14 @@ def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> No
 
 
 def test_what_waits_drains_by_its_costs() -> None:
-    times = learned(0.0, 10, 20, 40, packer=BatchPacker(40, is_padded=True))
+    times = learned(0.0, 10, 20, 40, packer=PaddedPacker(40))
     world = backlog(10, 3.0)._replace(cost=100.0)
     assert times.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
     assert times.seconds_until_drained(backlog(0, 3.0)) == 3.0
 
 
 def test_what_waits_drains_though_rounding_has_left_it_no_cost() -> None:
-    times = learned(0.0, 10, 20, 40, packer=BatchPacker(None, is_padded=True))
+    times = learned(0.0, 10, 20, 40, packer=PaddedPacker(None))
     seconds = times.seconds_until_drained(backlog(2, 1.0)._replace(cost=0.0))
     assert seconds is not None
     assert 1.0 <= seconds < inf

@@ -12,7 +12,7 @@ from virtual_time import Seconds, poisson, with_knee
 
 from fast_batcher._core.explanation import BatchSample, Setup, explain
 from fast_batcher._core.policy import make_policy
-from fast_batcher._core.queue import BatchPacker
+from fast_batcher._core.queue import SummedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Dispatch, Group, Release, Request
 from fast_batcher.stats import Explanation
@@ -119,7 +119,7 @@ def overload() -> list[BatchSample]:
 
 
 def cost_limit() -> list[BatchSample]:
-    packer = BatchPacker(80.0, is_padded=False)
+    packer = SummedPacker(80.0)
     return run(make(max_batch_size=SIZE, packer=packer), arrive(0.5), make_request=priced)
 
 

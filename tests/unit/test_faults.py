@@ -1,13 +1,14 @@
 """Whatever raises inside of the core, every request has one place, and ends once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import pytest
 from schedulers import make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.policy import GreedyPolicy, Load
-from fast_batcher._core.queue import BatchPacker, Queue
+from fast_batcher._core.queue import PaddedPacker, Queue
+from fast_batcher._core.service_model import PaddedModel, Shape
 from fast_batcher._core.values import Dispatch, Expire, Fail, Release, Request
 
 
@@ -83,22 +84,36 @@ def test_what_cannot_be_learned_takes_no_answer_from_anybody() -> None:
     settle(scheduler, 3.0, run(scheduler, 2.0))
 
 
-class FaultyPacker(BatchPacker):
+class FaultyTimes(PaddedModel):
+    """Counts what it learns."""
+
+    def __init__(self, count: Callable[[], None]) -> None:
+        super().__init__()
+        self._count_call = count
+
+    def observe(self, shape: Shape, seconds: float) -> None:
+        """Learn."""
+        self._count_call()
+        super().observe(shape, seconds)
+
+    def high(self, shape: Shape) -> float:
+        """Predict."""
+        self._count_call()
+        return super().high(shape)
+
+
+class FaultyPacker(PaddedPacker):
     """Raises when it is asked for the `at`th time."""
 
     def __init__(self, at: int) -> None:
-        super().__init__(20.0, is_padded=True)
+        super().__init__(20.0)
+        self.times = FaultyTimes(self._count)
         self._left = at
 
     def _count(self) -> None:
         self._left -= 1
         if self._left == 0:
             raise ZeroDivisionError("costs")
-
-    def charge(self, requests: Iterable[Request]) -> float:
-        """What the batch is charged."""
-        self._count()
-        return super().charge(requests)
 
     def fill(self, chosen: list[Request], waiting: Sequence[Request], count: int) -> None:
         """Choose."""

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from schedulers import make, poll_batches, settle
 
 from fast_batcher._core.prediction import BatchTimes, Method, Methods
-from fast_batcher._core.queue import AGED_BATCHES, WINDOW_BATCHES, BatchPacker, RankedQueue
+from fast_batcher._core.queue import (
+    AGED_BATCHES,
+    WINDOW_BATCHES,
+    BatchPacker,
+    PaddedPacker,
+    RankedQueue,
+    SummedPacker,
+)
 from fast_batcher._core.scheduler import DeadlineBatches, Scheduler
 from fast_batcher._core.values import SENT, Group, Release, Request
 from fast_batcher._core.workers import WorkerSlot
@@ -84,7 +91,7 @@ def test_a_raised_request_expires_at_its_deadline() -> None:
 
 
 def test_a_raised_request_is_passed_over_no_longer_than_its_window() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
+    arrivals = Arrivals(PaddedPacker(None))
     raised = arrivals.add(0, cost=9)
     high = [arrivals.add(1) for _ in range(2 * WINDOW_BATCHES)]
     arrivals.queue.raise_priority(raised, 1)
@@ -193,8 +200,8 @@ def test_no_request_waits_longer_than_the_bound(
 
 def test_an_input_above_the_batch_budget_goes_alone() -> None:
     """Fault F65."""
-    for is_padded in (True, False):
-        arrivals = Arrivals(BatchPacker(100, is_padded=is_padded))
+    for packer in (PaddedPacker(100), SummedPacker(100)):
+        arrivals = Arrivals(packer)
         arrivals.add_costs(8192, *[10] * 3)
         assert costs_of(arrivals.send(8)) == [8192]
         assert costs_of(arrivals.send(8)) == [10] * 3
@@ -202,7 +209,7 @@ def test_an_input_above_the_batch_budget_goes_alone() -> None:
 
 def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
     """However few of those between them are left."""
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
+    arrivals = Arrivals(PaddedPacker(None))
     requests = arrivals.add_costs(*[1] * (2 * WINDOW_BATCHES), 2)
     for request in requests[1:-1]:
         arrivals.cancel(request)

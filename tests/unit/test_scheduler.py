@@ -8,8 +8,9 @@ import pytest
 from schedulers import NOTHING, make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.policy import FixedPolicy, Policy
-from fast_batcher._core.queue import BatchPacker
+from fast_batcher._core.queue import PaddedPacker
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.service_model import Shape
 from fast_batcher._core.values import (
     Batch,
     ExpiryReason,
@@ -499,7 +500,7 @@ def costly(*costs: float) -> list[Request]:
 
 
 def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -> None:
-    packer = BatchPacker(None, is_padded=True)
+    packer = PaddedPacker(None)
     scheduler = make(max_batch_size=4, max_latency=3.0, packer=packer, workers=0)
     warm_up = [(1, 1.0), (4, 2.5)]
     scheduler.worker_ready(0.0, 0, warm_up)
@@ -511,7 +512,7 @@ def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -
     # What is known stands: another worker's inputs may be like other requests.
     scheduler.worker_ready(0.0, 1, [(1, 100.0)])
     scheduler.submit(0.0, costly(20.0))
-    times = [packer.service.median(charge) for charge in (10.0, 40.0)]
+    times = [packer.times.median(Shape(size, 10.0, 10.0 * size)) for size in (1, 4)]
     assert times == pytest.approx([1.0, 2.5], rel=0.01)
 
 

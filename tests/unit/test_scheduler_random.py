@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from fast_batcher._core import queue
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import SizeCap
-from fast_batcher._core.queue import AGED_BATCHES, BatchPacker
+from fast_batcher._core.queue import AGED_BATCHES, PaddedPacker
 from fast_batcher._core.scheduler import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES, Scheduler
 from fast_batcher._core.values import (
     Action,
@@ -125,7 +125,7 @@ def make_scheduler(options: Options) -> Scheduler:
             idempotent=options.idempotent,
             isolate_errors=options.isolate_errors,
         ),
-        packer=BatchPacker(MAX_BATCH_COST, is_padded=True) if "c" in options.ranks else None,
+        packer=PaddedPacker(MAX_BATCH_COST) if "c" in options.ranks else None,
         is_grouped="g" in options.ranks,
     )
 
