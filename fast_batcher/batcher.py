@@ -9,8 +9,11 @@ has ended is derived from it.
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
+import inspect
 import logging
 import multiprocessing.process
+import os
 import sys
 from asyncio import Future, get_running_loop
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
@@ -23,7 +26,7 @@ from contextlib import (
 from contextvars import Context
 from secrets import token_hex
 from threading import get_ident
-from typing import Any, Generic, NoReturn, Self, Unpack, overload
+from typing import Any, Generic, NoReturn, Self, TypeVar, Unpack, cast, overload
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
@@ -50,17 +53,20 @@ from fast_batcher.model import (
     OutputT,
     check_model,
     find_cost,
+    name_of,
     refuse_shared_methods,
     warn_about_hooks,
 )
 from fast_batcher.observing import Observer
 from fast_batcher.settings import (
     OBSERVERS,
+    OPTIONS,
     SECONDS_OR_ZERO,
     BatcherOptions,
     PolicyName,
     Reconfiguration,
     Settings,
+    SettingValue,
     refuse_followers,
     reject_unknown_options,
     warn_about_workers,
@@ -71,6 +77,23 @@ logger = logging.getLogger("fast_batcher")
 
 # On Python 3.11 a member of an enumeration costs as much as a call.
 _OPEN = State.OPEN
+
+_InitT = TypeVar("_InitT", bound=Callable[..., None])
+
+
+def _note_arguments(init: _InitT) -> _InitT:
+    """Let a constructor find in `_given` the names of the arguments that it was called with.
+
+    An argument that equals its default is the code's choice all the same.
+    """
+    names = [*inspect.signature(init).parameters][1:]
+
+    @functools.wraps(init)
+    def note_and_call(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._given = frozenset((*names[: len(args)], *kwargs))
+        init(self, *args, **kwargs)
+
+    return cast("_InitT", note_and_call)
 
 
 class DynBatcher(Generic[InputT, OutputT]):
@@ -123,6 +146,10 @@ class DynBatcher(Generic[InputT, OutputT]):
     methods but `submit` and `stop` must be called on the thread of that event loop.
     """
 
+    # The names of the constructor's arguments.
+    _given: frozenset[str]
+
+    @_note_arguments
     def __init__(
         self,
         model: type[InferenceModel[InputT, OutputT]] | str,
@@ -144,7 +171,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         **options: Unpack[BatcherOptions],
     ) -> None:
         reject_unknown_options(options)
-        settings = self._settings = Settings(
+        values: dict[str, Any] = dict(
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             num_workers=num_workers,
@@ -159,6 +186,16 @@ class DynBatcher(Generic[InputT, OutputT]):
             group_by=group_by,
             **options,
         )
+        # The names of the arguments, with their sources. Another option has its default.
+        self._sources = dict.fromkeys(self._given, "code")
+        # Most programs have none outside.
+        if any(variable.startswith("FAST_BATCHER_") for variable in os.environ):
+            from fast_batcher.configuration import find_options
+
+            for option, (value, source) in find_options(name or name_of(model)).items():
+                if option not in self._given:
+                    values[option], self._sources[option] = value, source
+        settings = self._settings = self._make_settings(values)
         self._model_class, self._arguments = model, (model_args, model_kwargs)
         self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
         refuse_shared_methods(self._model, settings.shared)
@@ -661,6 +698,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._session.binding.require_own_thread("reconfigure()")
             self._session.reconfigure(settings)
         self._settings = settings
+        self._sources |= dict.fromkeys(changes, "reconfigure")
 
     # State and statistics.
 
@@ -709,6 +747,27 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _load(self) -> tuple[int, int, int]:
         """Numbers of ready workers, waiting requests and running requests."""
         return (0, 0, 0) if self._session is None else self._session.load
+
+    @property
+    def settings(self) -> Mapping[str, SettingValue]:
+        """The options in use, by name, each with its source.
+
+        The source is "code", "default", "reconfigure", the name of an environment variable, or a
+        file and the place in it: see docs/settings.md, "Options from outside".
+        """
+        return {
+            name: SettingValue(getattr(self._settings, name), self._sources.get(name, "default"))
+            for name in OPTIONS
+        }
+
+    def _make_settings(self, values: Mapping[str, Any]) -> Settings:
+        try:
+            return Settings(**values)
+        except ConfigurationError as error:
+            for name, source in self._sources.items():
+                if source != "code":
+                    error.add_note(f"{name} is from {source}")
+            raise
 
     @property
     def stats(self) -> BatcherStats:

@@ -222,7 +222,7 @@ def check_model(
     max_frame_bytes: int,
 ) -> ModelSpec:
     """Check a model and its arguments without running its code, and pickle them for the workers."""
-    name = _name_of(model)
+    name = name_of(model)
     if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
         raise ConfigurationError(
             f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
@@ -314,7 +314,7 @@ def warn_about_hooks(model: object) -> None:
             f"{model.__qualname__}.{name} looks like {hook}, which the library uses, and is not "
             "used; rename it, or let its name begin with an underscore",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -328,7 +328,7 @@ def is_main_importable() -> bool:
     return os.path.isfile(getattr(main, "__file__", None) or "")
 
 
-def _name_of(model: object) -> str:
+def name_of(model: object) -> str:
     """Check a model argument; return the name of the class."""
     if isinstance(model, type):
         _check_class(model)

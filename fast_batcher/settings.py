@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from math import inf
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
 from fast_batcher._devices import check_devices, name_devices, place_workers
 from fast_batcher.errors import ConfigurationError
@@ -524,6 +524,14 @@ _TYPES_OF_TEXTS: dict[Any, type] = {
 OPTIONS = {option.name: option for option in _list_options()}
 
 
+class SettingValue(NamedTuple):
+    """The value of an option in use, and its source."""
+
+    value: Any
+    # "code", "default", "reconfigure", an environment variable, or a file and the place in it.
+    source: str
+
+
 def reject_unknown_options(given: Iterable[str]) -> None:
     """Raise the error that Python raises for an unknown argument, with the nearest known name."""
     for name in given:
@@ -540,7 +548,7 @@ def warn_about_workers(settings: Settings) -> None:
             f"num_workers={num_workers} is more than the {cores} cores of this machine; on a CPU "
             "the workers will take time from each other",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -256,7 +256,7 @@ def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
             "name",
         ),
         *("open", "process_batched", "process_many", "process_rows", "reconfigure", "reload"),
-        *("start_error", "state", "stats", "stop", "submit", "timeout"),
+        *("settings", "start_error", "state", "stats", "stop", "submit", "timeout"),
     ]
 
 
@@ -267,7 +267,7 @@ def test_the_statistics_are_these() -> None:
         *("batches", "batch_sizes", "releases", "restarts", "generation"),
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
         *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups"),
-        "late_errors",
+        *("late_errors", "padding"),
         "is_reporter",
     ]
 

@@ -217,6 +217,12 @@ class BatcherReport:
             "running": stats.running,
             "max_batch_size": settings.max_batch_size,
             "totals": {name: getattr(stats, name) for name in TOTALS},
+            # Those without their default. Values of objects and functions are the user's own.
+            "settings": [
+                {"name": name, "value": _show(setting.value), "source": setting.source}
+                for name, setting in batcher.settings.items()
+                if setting.source != "default"
+            ],
             **self._explain(now),
             **self._recent(now),
         }
@@ -454,3 +460,12 @@ def _hash(text: str) -> str:
     """Return a source of a content security policy that allows this very text inline."""
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"
+
+
+def _show(value: object) -> str:
+    """Write the value of an option; of objects and functions the type alone."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return str(value)
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return ", ".join(value)
+    return f"a {type(value).__name__}"

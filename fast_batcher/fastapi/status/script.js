@@ -278,6 +278,13 @@ function learned(one) {
       : h("p.empty", null, "Nothing was learned yet."));
 }
 
+function settings(one) {
+  return h("div.card.wide", null,
+    h("h3", null, "Settings"),
+    one.settings.length ? table([["Option", ""], ["Value", "long"], ["From", "long"]], one.settings.map((option) => [
+      option.name, option.value, option.source])) : h("p.empty", null, "Every option has its default."));
+}
+
 const WORKER_STATES = { loading: "loading", ready: "ready", lost: "lost", retired: "closed" };
 
 function workers(one) {
@@ -301,7 +308,7 @@ function batcher(one, index) {
     one.is_reporter ? null : h("p.soft", null, "Another server process reports for this batcher: the counts here are those of all server processes, and further figures are not known here."),
     figures(one),
     h("p.explanation", null, one.explanation.text),
-    h("div.grid", null, traffic(one), latency(one), sizes(one), releases(one), learned(one), workers(one)));
+    h("div.grid", null, traffic(one), latency(one), sizes(one), releases(one), learned(one), workers(one), settings(one)));
 }
 
 function errors(data) {

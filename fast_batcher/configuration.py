@@ -1,0 +1,172 @@
+"""Options of a batcher from the environment and from a file, besides those in the code.
+
+    code > environment > file > default
+
+For a batcher named "reranker", the first one that is set counts:
+
+    1. the argument of `DynBatcher`
+    2. FAST_BATCHER_RERANKER__MAX_BATCH_SIZE, then FAST_BATCHER_MAX_BATCH_SIZE
+    3. `max_batch_size` in [batchers.reranker] of the file, then at its top level
+    4. the default
+
+FAST_BATCHER_CONFIG is the path of the file, TOML or YAML. All are read when a batcher is
+constructed. A name that is no option, and a value out of range, is an error with its source.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fast_batcher.errors import ConfigurationError
+from fast_batcher.settings import OPTIONS, Option, suggest_parameter
+
+PREFIX = "FAST_BATCHER_"
+FILE_VARIABLE = f"{PREFIX}CONFIG"
+# Between the name of a batcher and that of an option.
+SEPARATOR = "__"
+# The table of a file that has one table for each batcher.
+TABLE = "batchers"
+
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+# The name of a batcher selects the others, so it is the code's.
+_AVAILABLE = {name: option for name, option in OPTIONS.items() if option.types and name != "name"}
+
+
+class Outside(NamedTuple):
+    """A value that is not from the code."""
+
+    value: Any
+    # The variable, or the file and the place in it.
+    source: str
+
+
+def is_configured() -> bool:
+    """Return whether the environment has a variable of this library."""
+    return any(name.startswith(PREFIX) for name in os.environ)
+
+
+def find_options(batcher: str) -> dict[str, Outside]:
+    """Return the options that the environment and the file have for a batcher, by their names.
+
+    Args:
+        batcher: Its name.
+
+    Raises:
+        ConfigurationError: An option is unknown, can be given by the code alone, or has a value out
+            of range; or the file cannot be read.
+    """
+    path = os.environ.get(FILE_VARIABLE)
+    found = {} if path is None else dict(_read_file(Path(path), batcher))
+    return found | dict(_read_environment(os.environ, batcher))
+
+
+def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tuple[str, Outside]]:
+    """Yield options; those for one batcher last."""
+    label = _label_of(batcher)
+    # Shorter names first: those without the name of a batcher.
+    for variable in sorted(environ, key=lambda name: (SEPARATOR in name, name)):
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+            continue
+        owner, _, name = variable.removeprefix(PREFIX).rpartition(SEPARATOR)
+        option = _find_option(name.lower(), variable)
+        if owner in ("", label):
+            text = environ[variable]
+            yield option.name, Outside(_parse(option, text, variable), variable)
+
+
+def _read_file(path: Path, batcher: str) -> Iterator[tuple[str, Outside]]:
+    """Yield options; those for one batcher last."""
+    data = _load(path)
+    tables = data.pop(TABLE, {})
+    if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
+        raise ConfigurationError(f"{path}: {TABLE} must be a table with one table for each batcher")
+    places = [("", data), *((f"{TABLE}.{name}.", table) for name, table in tables.items())]
+    own = {"", *(f"{TABLE}.{name}." for name in tables if _label_of(name) == _label_of(batcher))}
+    for place, table in places:
+        for name, value in table.items():
+            source = f"{path}: {place}{name}"
+            option = _find_option(name, source)
+            if place in own:
+                if isinstance(value, str):
+                    value = _parse(option, value, source)
+                _check(option, value, source)
+                yield option.name, Outside(value, source)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Return the contents of a TOML or YAML file."""
+    try:
+        text = path.read_text()
+        data = _load_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{FILE_VARIABLE}={str(path)!r}: {error}") from error
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise ConfigurationError(f"{path}: it must be a table of options, by name")
+    return data
+
+
+def _load_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigurationError(
+            f"{FILE_VARIABLE}: YAML needs the package PyYAML; install fast_batcher[settings], or "
+            "write the file as TOML"
+        ) from None
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _label_of(name: str) -> str:
+    """Return the name of a batcher as it is in a variable."""
+    return re.sub(r"\W+", "_", name).upper()
+
+
+def _find_option(name: str, source: str) -> Option:
+    if name in _AVAILABLE:
+        return _AVAILABLE[name]
+    if name in OPTIONS or name in ("model_args", "model_kwargs"):
+        raise ConfigurationError(f"{source}: {name} can only be given in the code")
+    raise ConfigurationError(
+        f"{source}: {name!r} is no option of a batcher{suggest_parameter(name, _AVAILABLE)}"
+    )
+
+
+def _parse(option: Option, text: str, source: str) -> Any:
+    """Return the value that a text stands for."""
+    lowered = text.strip().lower()
+    value: Any = text
+    if option.is_optional and lowered in ("none", "null"):
+        value = None
+    elif bool in option.types and lowered in _SWITCHES:
+        value = _SWITCHES[lowered]
+    elif list in option.types and "," in text:
+        value = [part.strip() for part in text.split(",")]
+    elif int in option.types or float in option.types:
+        value = _parse_number(option, text, source)
+    _check(option, value, source)
+    return value
+
+
+def _parse_number(option: Option, text: str, source: str) -> float:
+    for kind in (int, float):
+        if kind in option.types or kind is int:
+            try:
+                number: float = kind(text)
+            except ValueError:
+                continue
+            return number
+    raise ConfigurationError(f"{source}={text!r:.100}: give {option}")
+
+
+def _check(option: Option, value: Any, source: str) -> None:
+    if value is not None or not option.is_optional:
+        option.range.check(source, value)

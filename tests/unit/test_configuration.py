@@ -1,0 +1,215 @@
+"""Options from the environment and from a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fast_batcher import ConfigurationError, DynBatcher, InferenceModel
+from fast_batcher.settings import OPTIONS
+
+# A value of each option that can be written as text, and the text.
+VALUES: dict[str, tuple[Any, str]] = {
+    "max_batch_size": (64, "64"),
+    "max_delay": (0.5, "0.5"),
+    "num_workers": (2, "2"),
+    "policy": ("greedy", "greedy"),
+    "max_latency": (0.25, "0.25"),
+    "max_queue_size": (77, "77"),
+    "timeout": (None, "none"),
+    "infer_timeout": (9.0, "9.0"),
+    "auto_open": (False, "false"),
+    "start_timeout": (1.5, "1.5"),
+    "stop_timeout": (0, "0"),
+    "drain_timeout": (3.0, "3.0"),
+    "idempotent": (False, "no"),
+    "isolate_errors": (False, "off"),
+    "max_restarts": (0, "0"),
+    "restart_window": (5.0, "5.0"),
+    "restart_backoff": (0.2, "0.2"),
+    "max_batches_per_worker": (1000, "1000"),
+    "max_rss_bytes": (10**9, "1000000000"),
+    "max_queue_bytes": (10**6, "1000000"),
+    "max_frame_bytes": (2**21, "2097152"),
+    "max_batch_cost": (100.0, "100.0"),
+    "max_request_cost": (10.0, "10.0"),
+    "cost_is_padded": (False, "False"),
+    "max_shared_bytes": (0, "0"),
+    "shared_memory_threshold": (8192, "8192"),
+    "freeze_gc": (False, "0"),
+    "shared": ("ours", "ours"),
+    "shared_version": ("r7", "r7"),
+    "devices": (["cpu:0", "cpu:0"], "cpu:0, cpu:0"),
+    "workers_per_device": (1, "1"),
+    "stage_threads": (3, "3"),
+    "enabled": (False, "FALSE"),
+}
+# Options that others need.
+NEEDS: dict[str, dict[str, Any]] = {
+    "max_batch_cost": {"cost": len},
+    "max_request_cost": {"cost": len},
+    "shared_version": {"shared": True},
+    "workers_per_device": {"devices": "cpu"},
+}
+CAN_BE_TEXT = [name for name, option in OPTIONS.items() if option.types and name != "name"]
+
+every_option = pytest.mark.parametrize("name", CAN_BE_TEXT)
+
+
+class Echo(InferenceModel[Any, Any]):
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+def construct(**options: Any) -> DynBatcher[Any, Any]:
+    return DynBatcher(Echo, name="re-ranker", **options)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        construct(**options)
+    return str(caught.value)
+
+
+def write(path: Path, name: str, value: Any, *, table: str = "") -> Path:
+    """Write a TOML file with one option."""
+    text = '"none"' if value is None else json.dumps(value)
+    path.write_text((f"[{table}]\n" if table else "") + f"{name} = {text}\n")
+    return path
+
+
+def test_every_option_that_can_be_text_has_a_value_here() -> None:
+    assert sorted(VALUES) == sorted(CAN_BE_TEXT)
+
+
+@every_option
+def test_an_option_is_set_by_code_environment_and_file(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    value, text = VALUES[name]
+    others = NEEDS.get(name, {})
+    by_code = construct(**others, **{name: value}).settings[name]
+    monkeypatch.setenv(f"FAST_BATCHER_{name.upper()}", text)
+    by_environment = construct(**others).settings[name]
+    monkeypatch.delenv(f"FAST_BATCHER_{name.upper()}")
+    path = write(tmp_path / "batchers.toml", name, value)
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    by_file = construct(**others).settings[name]
+    assert by_code.value == by_environment.value == by_file.value
+    sources = [setting.source for setting in (by_code, by_environment, by_file)]
+    assert sources == ["code", f"FAST_BATCHER_{name.upper()}", f"{path}: {name}"]
+
+
+@every_option
+def test_a_wrong_value_is_refused_with_its_source(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = "\t" if str in OPTIONS[name].types else "wrong"
+    monkeypatch.setenv(f"FAST_BATCHER_{name.upper()}", wrong)
+    assert f"FAST_BATCHER_{name.upper()}=" in refusal(**NEEDS.get(name, {}))
+    monkeypatch.delenv(f"FAST_BATCHER_{name.upper()}")
+    path = write(tmp_path / "batchers.toml", name, wrong)
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    assert f"{path}: {name}=" in refusal(**NEEDS.get(name, {}))
+
+
+def test_code_wins_over_environment_over_file_over_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "batchers.toml"
+    path.write_text(
+        "max_batch_size = 1\nmax_delay = 0.1\ntimeout = 1.0\nmax_latency = 1.0\n"
+        "[batchers.re-ranker]\nmax_delay = 0.2\ntimeout = 2.0\nmax_latency = 2.0\n"
+        "[batchers.other]\nmax_delay = 9.0\n"
+    )
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    monkeypatch.setenv("FAST_BATCHER_TIMEOUT", "3")
+    monkeypatch.setenv("FAST_BATCHER_MAX_LATENCY", "3")
+    monkeypatch.setenv("FAST_BATCHER_RE_RANKER__MAX_LATENCY", "4")
+    monkeypatch.setenv("FAST_BATCHER_OTHER__MAX_LATENCY", "9")
+    monkeypatch.setenv("FAST_BATCHER_NUM_WORKERS", "2")
+    batcher = construct(num_workers=1)
+    used = {
+        name: (setting.value, setting.source)
+        for name, setting in batcher.settings.items()
+        if setting.source not in ("default", "code")
+    }
+    assert used == {
+        "max_batch_size": (1, f"{path}: max_batch_size"),
+        "max_delay": (0.2, f"{path}: batchers.re-ranker.max_delay"),
+        "timeout": (3, "FAST_BATCHER_TIMEOUT"),
+        "max_latency": (4, "FAST_BATCHER_RE_RANKER__MAX_LATENCY"),
+    }
+    # An argument counts although it equals the default.
+    assert batcher.settings["num_workers"] == (1, "code")
+    assert batcher.settings["policy"] == ("adaptive", "default")
+
+
+def test_a_change_while_running_has_its_source() -> None:
+    batcher = construct()
+    batcher.reconfigure(max_batch_size=5)
+    assert batcher.settings["max_batch_size"] == (5, "reconfigure")
+
+
+def test_a_yaml_file_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "batchers.yaml"
+    path.write_text("batchers:\n  re-ranker:\n    max_batch_size: 100\n    timeout: null\n")
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    settings = construct().settings
+    assert settings["max_batch_size"] == (100, f"{path}: batchers.re-ranker.max_batch_size")
+    assert settings["timeout"] == (None, f"{path}: batchers.re-ranker.timeout")
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("MAX_BATCHSIZE", "Did you mean 'max_batch_size'?"),
+        ("GPUS", "Did you mean 'devices'?"),
+        ("OTHER__MAX_DELAI", "Did you mean 'max_delay'?"),
+        ("CACHE", "cache can only be given in the code"),
+        ("NAME", "name can only be given in the code"),
+        ("MODEL_ARGS", "model_args can only be given in the code"),
+    ],
+)
+def test_an_unknown_variable_is_refused(
+    variable: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"FAST_BATCHER_{variable}", "1")
+    text = refusal()
+    assert text.startswith(f"FAST_BATCHER_{variable}: ")
+    assert text.endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("max_batch = 1", "'max_batch' is no option of a batcher. Did you mean 'max_batch_"),
+        ("[batchers.other]\ncash = 1", "batchers.other.cash: 'cash' is no option of a batcher"),
+        ("batchers = 1", "batchers must be a table with one table for each batcher"),
+        ("max_batch_size = ", "Invalid value"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_with_its_path(
+    text: str, error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "batchers.toml"
+    path.write_text(text)
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    refused = refusal()
+    assert str(path) in refused
+    assert error in refused
+
+
+def test_a_missing_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", "/nowhere/batchers.toml")
+    assert refusal().startswith("FAST_BATCHER_CONFIG='/nowhere/batchers.toml': ")
+
+
+def test_options_that_contradict_each_other_are_named_with_their_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAST_BATCHER_POLICY", "fixed")
+    with pytest.raises(ConfigurationError, match="max_delay=None") as caught:
+        construct()
+    assert caught.value.__notes__ == ["policy is from FAST_BATCHER_POLICY"]
