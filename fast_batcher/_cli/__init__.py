@@ -1,0 +1,1 @@
+"""The command `fast-batcher`, besides the library: it imports typer and rich."""

@@ -1,0 +1,18 @@
+"""What `doctor` finds: a check, its level, and a remedy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["good", "warning", "bad"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    # What was looked at, in a few words.
+    name: str
+    level: Level
+    # What was found, and what to do about it; the remedy is empty if all is well.
+    text: str
+    remedy: str = ""

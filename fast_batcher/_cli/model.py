@@ -1,0 +1,191 @@
+"""Checks of a model: imports it, loads it in a real worker, and measures its batches."""
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fast_batcher._cli.checks import Check
+from fast_batcher.batcher import DynBatcher
+from fast_batcher.errors import BatcherError
+from fast_batcher.model import InferenceModel
+from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
+
+# Batches of each size that are timed; the median counts.
+BATCHES = 5
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+
+
+class TargetError(Exception):
+    """The target cannot be used; the text says why, and what to do."""
+
+
+class _Watcher(Observer):
+    """Keeps what the worker tells."""
+
+    def __init__(self) -> None:
+        self.seconds: list[tuple[int, float]] = []
+        self.pid: int | None = None
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Note the size and the seconds of a batch."""
+        self.seconds.append((event.size, event.infer_seconds))
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Note the process of a worker that is ready."""
+        if event.change == "ready":
+            self.pid = event.pid
+
+
+def load_target(target: str) -> DynBatcher[Any, Any]:
+    """Return the batcher that "module:name" names, or one of a model class of that name.
+
+    Raises:
+        TargetError: There is nothing of that name, or it is something else.
+    """
+    module_name, _, name = target.partition(":")
+    if not name:
+        raise TargetError(f"{target!r}: write it as module:Model or module:batcher")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise TargetError(
+            f"the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise TargetError(f"the module {module_name!r} has no {name!r}") from error
+    if isinstance(found, DynBatcher):
+        return found
+    if isinstance(found, type) and issubclass(found, InferenceModel):
+        try:
+            return DynBatcher(found)
+        except BatcherError as error:
+            raise TargetError(str(error)) from error
+    raise TargetError(
+        f"{target} is a {type(found).__name__}: name a DynBatcher or a subclass of InferenceModel"
+    )
+
+
+def read_inputs(path: Path) -> list[Any]:
+    """Read inputs from a file: a JSON list, or one JSON value in each line.
+
+    Raises:
+        TargetError: The file cannot be read, or has no input.
+    """
+    try:
+        text = path.read_text()
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{path}: no inputs can be read: {error}") from error
+    if not isinstance(found, list) or not found:
+        raise TargetError(f"{path}: give a JSON list, or one JSON value in each line")
+    return found
+
+
+async def examine_model(
+    batcher: DynBatcher[Any, Any], inputs: list[Any], note: Callable[[str], None]
+) -> AsyncIterator[Check]:
+    """Load the model in a worker, and time batches of it; ends with the first bad check."""
+    watcher = _Watcher()
+    batcher.add_observer(watcher)
+    note("loading the model in a worker")
+    loop = asyncio.get_running_loop()
+    began_at = loop.time()
+    try:
+        await batcher.open()
+    except BatcherError as error:
+        yield Check("model", "bad", f"{batcher.name}: {_first_line(error)}", _remedy_of(error))
+        return
+    try:
+        seconds = loop.time() - began_at
+        yield Check("model", "good", f"{batcher.name} was loaded in {seconds:.1f} s")
+        size = _resident_bytes(watcher.pid)
+        if size:
+            yield Check("worker", "good", f"pid {watcher.pid}, {size / 2**20:.0f} MiB")
+        async for check in _time_batches(batcher, inputs, watcher, note):
+            yield check
+    finally:
+        await batcher.aclose()
+
+
+async def _time_batches(
+    batcher: DynBatcher[Any, Any],
+    inputs: list[Any],
+    watcher: _Watcher,
+    note: Callable[[str], None],
+) -> AsyncIterator[Check]:
+    if inputs:
+        most = int(batcher.settings["max_batch_size"].value)
+        sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
+        for size in sizes:
+            note(f"timing batches of {size}")
+            batch = [inputs[number % len(inputs)] for number in range(size)]
+            for _ in range(BATCHES):
+                try:
+                    await asyncio.gather(*map(batcher.process_batched, batch))
+                except BatcherError as error:
+                    yield Check("batches", "bad", _first_line(error), _remedy_of(error))
+                    return
+        timed = [
+            (size, median(found))
+            for size in sizes
+            if (found := [seconds for count, seconds in watcher.seconds if count == size])
+        ]
+    else:
+        timed = [(round(size), seconds) for size, seconds, _ in batcher.explain().service_times]
+    yield _judge_times(timed)
+
+
+def _judge_times(timed: list[tuple[int, float]]) -> Check:
+    if not timed:
+        return Check(
+            "batches",
+            "warning",
+            "nothing was timed: the model has no warmup_inputs",
+            "give --inputs FILE with inputs as JSON, or write warmup_inputs",
+        )
+    text = ", ".join(f"t({size}) = {1e3 * seconds:.3g} ms" for size, seconds in timed)
+    (small, first), (large, last) = timed[0], timed[-1]
+    gain = (large / last) / (small / first)
+    if large > small and gain < 1.2:
+        return Check(
+            "batches",
+            "warning",
+            f"{text}: {gain:.2f} times the requests per second of single ones",
+            "this model gains little from batches; is infer a loop over its inputs?",
+        )
+    return Check("batches", "good", f"{text}; {gain:.2g} times as many requests per second")
+
+
+def _resident_bytes(pid: int | None) -> int:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_SIZE
+    return 0
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _remedy_of(error: BaseException) -> str:
+    """Name the place in the model that raised, from the traceback of the worker."""
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error.__cause__ or ""))
+    own = [place for place in places if f"{os.sep}fast_batcher{os.sep}_" not in place[0]]
+    if not own:
+        return ""
+    file, line, function = own[-1]
+    return f"look at {file}, line {line}, in {function}"

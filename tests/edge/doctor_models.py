@@ -1,0 +1,27 @@
+"""Models for the command `fast-batcher doctor`, and a batcher. Imported by their names."""
+
+from typing import Any
+
+from fast_batcher import DynBatcher, InferenceModel
+
+
+class Doubler(InferenceModel[int, int]):
+    def infer(self, inputs: list[int]) -> list[int]:
+        return [2 * value for value in inputs]
+
+    def warmup_inputs(self) -> list[int]:
+        return [1]
+
+
+class NoWeights(Doubler):
+    def __init__(self) -> None:
+        raise FileNotFoundError("weights.pt")
+
+
+class OneAnswer(InferenceModel[Any, Any]):
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs[:1]
+
+
+batcher = DynBatcher(Doubler, max_batch_size=4)
+text = "no model"

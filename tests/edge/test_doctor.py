@@ -1,0 +1,113 @@
+"""`fast-batcher doctor`, run as a command."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waits import LIMIT
+
+pytestmark = pytest.mark.slow
+
+COMMAND = (sys.executable, "-m", "fast_batcher", "doctor")
+HERE = Path(__file__).parent
+
+
+def run(*arguments: str, descriptors: int | None = None) -> subprocess.CompletedProcess[str]:
+    command = shlex.join([*COMMAND, *arguments])
+    if descriptors is not None:
+        command = f"ulimit -n {descriptors}; {command}"
+    return subprocess.run(
+        ["sh", "-c", command], cwd=HERE, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+def examine(*arguments: str, descriptors: int | None = None) -> tuple[int, dict[str, Any]]:
+    """Return the exit code, and the checks by their names."""
+    done = run(*arguments, "--json", descriptors=descriptors)
+    assert done.stdout, done.stderr
+    return done.returncode, {check["name"]: check for check in json.loads(done.stdout)}
+
+
+def test_a_machine_is_described() -> None:
+    code, checks = examine()
+    assert code == 0
+    assert {"Python", "shared memory", "descriptors", "memory", "cores", "packages"} < set(checks)
+    assert checks["shared memory"]["level"] == "good"
+    assert "fast_batcher" in checks["packages"]["text"]
+
+
+def test_too_few_descriptors_are_wrong() -> None:
+    code, checks = examine(descriptors=64)
+    assert code == 1
+    assert checks["descriptors"]["level"] == "bad"
+    assert "64 files and sockets" in checks["descriptors"]["text"]
+    assert "ulimit -n 4096" in checks["descriptors"]["remedy"]
+
+
+@pytest.mark.parametrize("target", ["doctor_models:Doubler", "doctor_models:batcher"])
+def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
+    inputs = tmp_path / "inputs.json"
+    inputs.write_text("[1, 2, 3]")
+    code, checks = examine(target, "--inputs", str(inputs))
+    assert code == 0
+    assert "was loaded in" in checks["model"]["text"]
+    assert "MiB" in checks["worker"]["text"]
+    sizes = (1, 2, 4) if target.endswith("batcher") else (1, 2, 4, 8, 16, 32)
+    for size in sizes:
+        assert f"t({size}) = " in checks["batches"]["text"]
+
+
+def test_without_inputs_the_warm_up_is_the_measure() -> None:
+    code, checks = examine("doctor_models:Doubler")
+    assert code == 0
+    assert "t(1) = " in checks["batches"]["text"]
+    assert "t(32) = " in checks["batches"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "text", "remedy"),
+    [
+        ("doctor_models:NoWeights", "model", "FileNotFoundError: weights.pt", "in __init__"),
+        ("doctor_models:OneAnswer", "batches", "1 outputs for 2 inputs; return one per input", ""),
+        ("doctor_models:Missing", "target", "'doctor_models' has no 'Missing'", ""),
+        ("doctor_models:text", "target", "is a str: name a DynBatcher or a subclass", ""),
+        ("no_such_module:Model", "target", "'no_such_module' cannot be imported", ""),
+        ("doctor_models", "target", "write it as module:Model or module:batcher", ""),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(
+    target: str, name: str, text: str, remedy: str, tmp_path: Path
+) -> None:
+    inputs = tmp_path / "inputs.jsonl"
+    inputs.write_text("1\n2\n")
+    code, checks = examine(target, "--inputs", str(inputs))
+    assert code == 1
+    assert checks[name]["level"] == "bad"
+    assert text in checks[name]["text"]
+    assert remedy in checks[name]["remedy"]
+    assert "\n" not in checks[name]["text"]
+
+
+def test_the_report_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run("doctor_models:NoWeights")
+    assert done.returncode == 1
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "wrong" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_file_without_inputs_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text("[]")
+    code, checks = examine("doctor_models:Doubler", "--inputs", str(path))
+    assert code == 1
+    assert "give a JSON list" in checks["target"]["text"]
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    assert run("--nonsense").returncode == 2
