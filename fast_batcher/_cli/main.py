@@ -13,11 +13,22 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from fast_batcher._cli.advice import (
+    Wish,
+    draw,
+    make_file,
+    parse_seconds,
+    print_advice,
+    read_moments,
+    tune_model,
+)
 from fast_batcher._cli.checks import Check
 from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.model import TargetError, examine_model, load_target, read_inputs
+from fast_batcher.errors import BatcherError
 
 app = typer.Typer(
     help="Look after batchers: see https://pypi.org/project/fast_batcher.",
@@ -74,12 +85,73 @@ async def _check_target(target: str, inputs: Path | None) -> list[Check]:
     return checks
 
 
+@app.command()
+def tune(
+    target: Annotated[
+        str, typer.Argument(help="A model or a batcher, as module:Model or module:batcher.")
+    ],
+    inputs: Annotated[
+        Path, typer.Option(help="Inputs: a JSON list, or a JSON value in each line.")
+    ],
+    most: Annotated[int, typer.Option("--most", help="Largest max_batch_size to try.")] = 128,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second to serve; default 80 % of a worker's.")
+    ] = None,
+    arrivals: Annotated[
+        Path | None, typer.Option(help="Moments of real arrivals in seconds, one a line.")
+    ] = None,
+    within: Annotated[
+        str | None, typer.Option("--target", help="Time for 95 % of the answers: 50ms, 0.2s.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Most workers that the machine has room for.")] = 1,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the settings to this TOML file.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw capacity and p95 by batch size; needs matplotlib.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the prediction with a real run.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a model in a real worker, and recommend max_batch_size, num_workers and max_latency.
+
+    The scheduler runs in virtual time with the measured times. Ends with 1 if the model fails.
+    """
+    logging.getLogger("fast_batcher").setLevel(logging.CRITICAL)
+    console = Console(stderr=True)
+    try:
+        wish = Wish(
+            rate=rate,
+            moments=None if arrivals is None else read_moments(arrivals),
+            target=None if within is None else parse_seconds(within),
+            most_workers=workers,
+        )
+        values = read_inputs(inputs)
+        with console.status("") as status:
+            found = asyncio.run(tune_model(target, values, most, wish, check, status.update))
+    except (TargetError, BatcherError) as error:
+        console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)
+        raise typer.Exit(1) from None
+    if write is not None:
+        write.write_text(make_file(found.advice, found.name))
+    if picture is not None:
+        draw(found.advice, picture)
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n")
+    else:
+        print_advice(Console(), found)
+
+
 def _print(checks: list[Check]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in checks:
-        text = f"{check.text}\n[bold]{check.remedy}[/]" if check.remedy else check.text
+        text = escape(check.text)
+        if check.remedy:
+            text += f"\n[bold]{escape(check.remedy)}[/]"
         table.add_row(_SIGNS[check.level], check.name, text)
     Console().print(table)

@@ -8,6 +8,8 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,11 +17,11 @@ from typing import Any
 from fast_batcher._cli.checks import Check
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherError
-from fast_batcher.model import InferenceModel
+from fast_batcher.model import InferenceModel, find_cost
 from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
 
 # Batches of each size that are timed; the median counts.
-BATCHES = 5
+BATCHES = 11
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -77,6 +79,37 @@ def load_target(target: str) -> DynBatcher[Any, Any]:
     )
 
 
+def copy_batcher(batcher: DynBatcher[Any, Any], **changes: Any) -> DynBatcher[Any, Any]:
+    """Return a batcher of the same model and options, but for these, with workers of its own.
+
+    Costs are left out: with them a batch of n is not what n requests make of it.
+    """
+    options = {
+        name: setting.value
+        for name, setting in batcher.settings.items()
+        if setting.source != "default" and name not in _NOT_COPIED
+    }
+    args, kwargs = batcher._arguments  # noqa: SLF001  the command is part of the library
+    model = batcher._model_class  # noqa: SLF001
+    if find_cost(model) is not None:
+        options["cost"] = _cost_nothing
+    return DynBatcher(model, model_args=args, model_kwargs=kwargs, **(options | changes))
+
+
+# Of options: workers are placed and shared in another way, and batches are chosen by number.
+_NOT_COPIED = frozenset(
+    {
+        *("devices", "workers_per_device", "shared", "shared_version"),
+        *("cost", "cost_is_padded", "max_batch_cost", "max_request_cost"),
+    }
+)
+
+
+def _cost_nothing(value: object) -> int:
+    """Return the same cost for all inputs."""
+    return 1
+
+
 def read_inputs(path: Path) -> list[Any]:
     """Read inputs from a file: a JSON list, or one JSON value in each line.
 
@@ -116,7 +149,7 @@ async def examine_model(
         size = _resident_bytes(watcher.pid)
         if size:
             yield Check("worker", "good", f"pid {watcher.pid}, {size / 2**20:.0f} MiB")
-        async for check in _time_batches(batcher, inputs, watcher, note):
+        async for check in _time_batches(batcher, inputs, note):
             yield check
     finally:
         await batcher.aclose()
@@ -125,29 +158,59 @@ async def examine_model(
 async def _time_batches(
     batcher: DynBatcher[Any, Any],
     inputs: list[Any],
-    watcher: _Watcher,
     note: Callable[[str], None],
 ) -> AsyncIterator[Check]:
-    if inputs:
-        most = int(batcher.settings["max_batch_size"].value)
-        sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
+    if not inputs:
+        yield _judge_times(
+            [(round(size), seconds) for size, seconds, _ in batcher.explain().service_times]
+        )
+        return
+    try:
+        measurement = await measure(batcher, inputs, note)
+    except BatcherError as error:
+        yield Check("batches", "bad", _first_line(error), _remedy_of(error))
+        return
+    yield _judge_times([(size, median(found)) for size, found in measurement.seconds.items()])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The times of a model in a worker."""
+
+    # Seconds of single batches, by their size, which rises.
+    seconds: dict[int, list[float]]
+    # Seconds of a lone request beside its batch: to the worker and back.
+    overhead: float
+
+
+async def measure(
+    batcher: DynBatcher[Any, Any], inputs: list[Any], note: Callable[[str], None]
+) -> Measurement:
+    """Time batches of 1, 2, 4 and so on up to `max_batch_size`, on an open batcher.
+
+    Raises:
+        BatcherError: The model failed.
+    """
+    watcher = _Watcher()
+    batcher.add_observer(watcher)
+    loop = asyncio.get_running_loop()
+    most = int(batcher.settings["max_batch_size"].value)
+    sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
+    values = cycle(inputs)
+    latencies = []
+    # In turns, so that what slows the machine for a while slows all sizes.
+    for number in range(1, BATCHES + 1):
+        note(f"timing batches of 1 to {most}, {number} of {BATCHES}")
         for size in sizes:
-            note(f"timing batches of {size}")
-            batch = [inputs[number % len(inputs)] for number in range(size)]
-            for _ in range(BATCHES):
-                try:
-                    await asyncio.gather(*map(batcher.process_batched, batch))
-                except BatcherError as error:
-                    yield Check("batches", "bad", _first_line(error), _remedy_of(error))
-                    return
-        timed = [
-            (size, median(found))
-            for size in sizes
-            if (found := [seconds for count, seconds in watcher.seconds if count == size])
-        ]
-    else:
-        timed = [(round(size), seconds) for size, seconds, _ in batcher.explain().service_times]
-    yield _judge_times(timed)
+            batch = [*islice(values, size)]
+            began_at = loop.time()
+            await asyncio.gather(*map(batcher.process_batched, batch))
+            if size == 1:
+                latencies.append(loop.time() - began_at)
+    seconds: dict[int, list[float]] = {}
+    for size, found in sorted(watcher.seconds):
+        seconds.setdefault(size, []).append(found)
+    return Measurement(seconds, max(0.0, median(latencies) - median(seconds[1])))
 
 
 def _judge_times(timed: list[tuple[int, float]]) -> Check:

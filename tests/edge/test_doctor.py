@@ -48,7 +48,7 @@ def test_too_few_descriptors_are_wrong() -> None:
     assert "ulimit -n 4096" in checks["descriptors"]["remedy"]
 
 
-@pytest.mark.parametrize("target", ["doctor_models:Doubler", "doctor_models:batcher"])
+@pytest.mark.parametrize("target", ["command_models:Doubler", "command_models:batcher"])
 def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
     inputs = tmp_path / "inputs.json"
     inputs.write_text("[1, 2, 3]")
@@ -62,7 +62,7 @@ def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
 
 
 def test_without_inputs_the_warm_up_is_the_measure() -> None:
-    code, checks = examine("doctor_models:Doubler")
+    code, checks = examine("command_models:Doubler")
     assert code == 0
     assert "t(1) = " in checks["batches"]["text"]
     assert "t(32) = " in checks["batches"]["text"]
@@ -71,12 +71,12 @@ def test_without_inputs_the_warm_up_is_the_measure() -> None:
 @pytest.mark.parametrize(
     ("target", "name", "text", "remedy"),
     [
-        ("doctor_models:NoWeights", "model", "FileNotFoundError: weights.pt", "in __init__"),
-        ("doctor_models:OneAnswer", "batches", "1 outputs for 2 inputs; return one per input", ""),
-        ("doctor_models:Missing", "target", "'doctor_models' has no 'Missing'", ""),
-        ("doctor_models:text", "target", "is a str: name a DynBatcher or a subclass", ""),
+        ("command_models:NoWeights", "model", "FileNotFoundError: weights.pt", "in __init__"),
+        ("command_models:OneAnswer", "batches", "1 outputs for 2 inputs; return one per input", ""),
+        ("command_models:Missing", "target", "'command_models' has no 'Missing'", ""),
+        ("command_models:text", "target", "is a str: name a DynBatcher or a subclass", ""),
         ("no_such_module:Model", "target", "'no_such_module' cannot be imported", ""),
-        ("doctor_models", "target", "write it as module:Model or module:batcher", ""),
+        ("command_models", "target", "write it as module:Model or module:batcher", ""),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_told_in_a_line(
 
 def test_the_report_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    done = run("doctor_models:NoWeights")
+    done = run("command_models:NoWeights")
     assert done.returncode == 1
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "wrong" in done.stdout
@@ -104,7 +104,7 @@ def test_the_report_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatc
 def test_a_file_without_inputs_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "empty.json"
     path.write_text("[]")
-    code, checks = examine("doctor_models:Doubler", "--inputs", str(path))
+    code, checks = examine("command_models:Doubler", "--inputs", str(path))
     assert code == 1
     assert "give a JSON list" in checks["target"]["text"]
 

@@ -1,5 +1,6 @@
-"""Models for the command `fast-batcher doctor`, and a batcher. Imported by their names."""
+"""Models for the command `fast-batcher`, and a batcher. Imported by their names."""
 
+import time
 from typing import Any
 
 from fast_batcher import DynBatcher, InferenceModel
@@ -11,6 +12,14 @@ class Doubler(InferenceModel[int, int]):
 
     def warmup_inputs(self) -> list[int]:
         return [1]
+
+
+class Sleeper(Doubler):
+    """Takes the same time for any batch."""
+
+    def infer(self, inputs: list[int]) -> list[int]:
+        time.sleep(0.01)
+        return inputs
 
 
 class NoWeights(Doubler):

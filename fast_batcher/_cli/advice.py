@@ -1,0 +1,333 @@
+"""Measures a model, and recommends settings by simulating the scheduler with its times."""
+
+import asyncio
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from fast_batcher._cli.model import Measurement, TargetError, copy_batcher, load_target, measure
+from fast_batcher._cli.virtual import Outcome, Simulation, poisson
+
+# Arrivals of each simulation: the 95 % quantile rests on a thousand of them.
+REQUESTS = 20_000
+SEED = 1
+# Of the capacity: the load for which workers are counted, and at which a setting is judged.
+COMFORTABLE = 0.8
+# Of the largest capacity: a smaller batch that reaches it is preferred.
+ENOUGH = 0.95
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A `max_batch_size`, with what it promises of one worker and of the load."""
+
+    max_batch_size: int
+    # Requests per second of one worker with full batches.
+    capacity: float
+    num_workers: int
+    # Of the load, or of `COMFORTABLE` of one worker's capacity.
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The recommendation."""
+
+    chosen: Candidate
+    candidates: Sequence[Candidate]
+    # Requests per second of the load.
+    rate: float
+    # Times the requests per second of batches of one.
+    gain: float
+    max_latency: float | None
+
+
+class Times:
+    """Seconds of batches by their size, drawn from measured ones."""
+
+    def __init__(self, measurement: Measurement) -> None:
+        self._sizes = sorted(measurement.seconds)
+        self._seconds = [sorted(measurement.seconds[size]) for size in self._sizes]
+        self._medians = make_rising([median(seconds) for seconds in self._seconds])
+
+    def median(self, size: int) -> float:
+        """Return the median, between measured sizes on a line through their medians."""
+        medians = self._medians
+        at = bisect_left(self._sizes, size)
+        if at == len(self._sizes):
+            return medians[-1] * size / self._sizes[-1]
+        if self._sizes[at] == size or at == 0:
+            return medians[at]
+        left, right = self._sizes[at - 1], self._sizes[at]
+        return medians[at - 1] + (size - left) / (right - left) * (medians[at] - medians[at - 1])
+
+    def draw(self, size: int, random: Random) -> float:
+        """Draw a time: the median of the size, times the scatter of the nearest measured one."""
+        at = min(bisect_left(self._sizes, size), len(self._sizes) - 1)
+        seconds = self._seconds[at]
+        return self.median(size) * random.choice(seconds) / median(seconds)
+
+
+def make_rising(values: Sequence[float]) -> list[float]:
+    """Return the rising sequence nearest to these values: what contradicts is averaged.
+
+    Source: the pool-adjacent-violators algorithm of isotonic regression.
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (high, many), (low, few) = pools[-2:]
+            pools[-2:] = [((high * many + low * few) / (many + few), many + few)]
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the settings are for."""
+
+    # Requests per second to serve; None for `COMFORTABLE` of one worker's capacity.
+    rate: float | None = None
+    # Arrivals of a trace, seconds; None for independent ones.
+    moments: Sequence[float] | None = None
+    # Seconds within which 95 % are to be answered; None for no target.
+    target: float | None = None
+    # Workers that the machine has room for.
+    most_workers: int = 1
+
+
+def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) -> Advice:
+    """Simulate each size that was measured, and choose one.
+
+    Without a target the smallest size is chosen whose capacity is nearly the largest; with one,
+    of the sizes that answer 95 % in time, that of the largest capacity.
+    """
+    rate = wish.rate
+    if wish.moments is not None:
+        rate = len(wish.moments) / wish.moments[-1]
+    times = Times(measurement)
+    sizes = sorted(measurement.seconds)
+    capacities = {size: size / times.median(size) for size in sizes}
+    candidates = []
+    for size in sizes:
+        note(f"simulating max_batch_size={size}")
+        wanted = rate or COMFORTABLE * capacities[size]
+        workers = min(wish.most_workers, max(1, ceil(wanted / (COMFORTABLE * capacities[size]))))
+        arrivals = wish.moments or poisson(wanted, REQUESTS, SEED)
+        found = Simulation(arrivals, times.draw, size, workers).run()
+        outcome = _add(found, measurement.overhead)
+        candidates.append(Candidate(size, capacities[size], workers, outcome))
+    chosen = _choose(candidates, wish.target)
+    gain = chosen.capacity / capacities[sizes[0]]
+    wanted = rate or COMFORTABLE * chosen.capacity
+    return Advice(chosen, candidates, wanted, gain, wish.target)
+
+
+def _add(outcome: Outcome, seconds: float) -> Outcome:
+    """Add the way to the worker and back, which the simulation doesn't have."""
+    return Outcome(
+        outcome.answered_per_second,
+        outcome.lost,
+        outcome.p50 + seconds,
+        outcome.p95 + seconds,
+        outcome.p99 + seconds,
+        outcome.mean_batch_size,
+    )
+
+
+def _choose(candidates: Sequence[Candidate], target: float | None) -> Candidate:
+    in_time = [one for one in candidates if target is None or one.outcome.p95 <= target]
+    if not in_time:
+        return min(candidates, key=lambda one: one.outcome.p95)
+    most = max(one.capacity for one in in_time)
+    return next(one for one in in_time if one.capacity >= ENOUGH * most)
+
+
+async def run_for_real(
+    process: Callable[[Any], Any], inputs: Sequence[Any], moments: Sequence[float]
+) -> tuple[float, float]:
+    """Send the inputs at these moments; return requests per second and the 95 % quantile."""
+    loop = asyncio.get_running_loop()
+    latencies: list[float] = []
+    start = loop.time()
+
+    async def call(value: Any, moment: float) -> None:
+        await process(value)
+        latencies.append(loop.time() - start - moment)
+
+    tasks = []
+    for number, moment in enumerate(moments):
+        delay = start + moment - loop.time()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        tasks.append(asyncio.create_task(call(inputs[number % len(inputs)], moment)))
+    await asyncio.gather(*tasks)
+    latencies.sort()
+    return len(latencies) / (loop.time() - start), latencies[int(0.95 * len(latencies))]
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that `tune` tells."""
+
+    name: str
+    advice: Advice
+    # Requests per second and the 95 % quantile of a real run at the same arrivals, with
+    # `--check`.
+    real: tuple[float, float] | None
+
+
+# Of a real run: as long as the simulated one, and twenty seconds at most.
+CHECKED_SECONDS = 20.0
+
+
+async def tune_model(
+    target: str,
+    inputs: list[Any],
+    most: int,
+    wish: Wish,
+    is_checked: bool,
+    note: Callable[[str], None],
+) -> Found:
+    """Measure a model, and recommend its settings.
+
+    Raises:
+        TargetError: The target is no model.
+        BatcherError: The model cannot be loaded, or fails.
+    """
+    found = load_target(target)
+    note("loading the model in a worker")
+    async with copy_batcher(found, max_batch_size=most, num_workers=1) as batcher:
+        measurement = await measure(batcher, inputs, note)
+    advice = advise(measurement, wish, note)
+    chosen = advice.chosen
+    real = None
+    if is_checked:
+        requests = min(REQUESTS, int(CHECKED_SECONDS * advice.rate))
+        moments = wish.moments or poisson(advice.rate, requests, SEED)
+        note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
+        sizes = {"max_batch_size": chosen.max_batch_size, "num_workers": chosen.num_workers}
+        async with copy_batcher(found, **sizes) as batcher:
+            real = await run_for_real(batcher.process_batched, inputs, moments)
+    return Found(found.name, advice, real)
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds of a text like "50ms" or "0.2s".
+
+    Raises:
+        TargetError: It is something else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)?", text.strip())
+    if match is None or not float(match[1]):
+        raise TargetError(f"--target {text!r}: write a time, like 50ms or 0.2s")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+def read_moments(path: Path) -> list[float]:
+    """Read the moments of arrivals, seconds, one in each line; the first becomes 0.
+
+    Raises:
+        TargetError: The file has something else.
+    """
+    try:
+        moments = sorted(float(line) for line in path.read_text().split())
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{path}: {error}; write one moment in seconds in each line") from None
+    if len(moments) < 2 or moments[0] == moments[-1]:
+        raise TargetError(f"{path}: give the moments of several arrivals")
+    return [moment - moments[0] for moment in moments]
+
+
+def make_file(advice: Advice, name: str) -> str:
+    """Make a file for FAST_BATCHER_CONFIG."""
+    chosen = advice.chosen
+    lines = [
+        f"# By fast-batcher tune, for {advice.rate:.4g} requests per second.",
+        f"[batchers.{json.dumps(name)}]",
+        f"max_batch_size = {chosen.max_batch_size}",
+        f"num_workers = {chosen.num_workers}",
+    ]
+    if advice.max_latency is not None:
+        lines.append(f"max_latency = {advice.max_latency:g}")
+    return "\n".join(lines) + "\n"
+
+
+def print_advice(console: Console, found: Found) -> None:
+    """Print a table of the candidates, and the recommendation."""
+    advice = found.advice
+    table = Table(box=SIMPLE, pad_edge=False, title=f"{found.name}, by simulation")
+    for heading in ("max_batch_size", "workers", "capacity/s", "p50 ms", "p95 ms", "mean batch"):
+        table.add_column(heading, justify="right")
+    for one in advice.candidates:
+        table.add_row(
+            f"{one.max_batch_size}",
+            f"{one.num_workers}",
+            f"{one.capacity * one.num_workers:.4g}",
+            *(f"{1e3 * seconds:.3g}" for seconds in (one.outcome.p50, one.outcome.p95)),
+            f"{one.outcome.mean_batch_size:.1f}",
+            style="bold green" if one is advice.chosen else None,
+        )
+    console.print(table)
+    chosen = advice.chosen
+    settings = [f"max_batch_size={chosen.max_batch_size}", f"num_workers={chosen.num_workers}"]
+    if advice.max_latency is not None:
+        settings.append(f"max_latency={advice.max_latency:g}")
+    console.print(f"Recommended: [bold]{', '.join(settings)}[/]", highlight=False)
+    console.print(
+        f"It answers {advice.gain:.2g} times as many requests per second as single requests do; at "
+        f"{advice.rate:.4g} per second 95 % within {1e3 * chosen.outcome.p95:.3g} ms.",
+        highlight=False,
+    )
+    if advice.max_latency is not None and chosen.outcome.p95 > advice.max_latency:
+        console.print(
+            "[yellow]warning[/] no size answers 95 % within the target; allow more workers, or "
+            "a later answer",
+            highlight=False,
+        )
+    if found.real is not None:
+        rate, p95 = found.real
+        console.print(
+            f"A real run: {rate:.4g} requests per second ({rate / advice.rate:.2f} of those "
+            f"asked), 95 % within {1e3 * p95:.3g} ms "
+            f"({p95 / chosen.outcome.p95:.2f} of the prediction).",
+            highlight=False,
+        )
+
+
+def draw(advice: Advice, path: Path) -> None:
+    """Draw capacity and 95 % quantile by batch size.
+
+    Raises:
+        SystemExit: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SystemExit("--picture needs the package matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    sizes = [str(one.max_batch_size) for one in advice.candidates]
+    axes.bar(sizes, [one.capacity * one.num_workers for one in advice.candidates], color="#3b6ea5")
+    axes.set_xlabel("max_batch_size")
+    axes.set_ylabel("capacity, requests per second")
+    latencies = axes.twinx()
+    latencies.plot(
+        sizes, [1e3 * one.outcome.p95 for one in advice.candidates], color="#c05020", marker="o"
+    )
+    latencies.set_ylabel("95 % of the answers within, ms", color="#c05020")
+    latencies.set_ylim(bottom=0)
+    figure.suptitle(f"at {advice.rate:.4g} requests per second")
+    figure.tight_layout()
+    figure.savefig(path)
