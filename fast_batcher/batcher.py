@@ -50,7 +50,6 @@ from fast_batcher.model import (
     OutputT,
     check_model,
     find_cost,
-    refuse_shared_methods,
     warn_about_hooks,
 )
 from fast_batcher.observing import Observer
@@ -161,7 +160,6 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         self._model_class, self._arguments = model, (model_args, model_kwargs)
         self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
-        refuse_shared_methods(self._model, settings.shared)
         self.name = self._model.name if name is None else name
         warn_about_workers(settings)
         warn_about_hooks(model)

@@ -252,15 +252,6 @@ def check_model(
     return ModelSpec(name=name, pickled=pickled, module=module, methods=_list_methods(model))
 
 
-def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
-    """Check that a shared batcher has a model without `batchable` methods."""
-    if shared and model_spec.methods != INFER_ALONE:
-        raise ConfigurationError(
-            f"shared={shared!r}: {model_spec.name} has batchable methods, which a shared batcher "
-            "cannot call; give each method a model of its own, or omit shared"
-        )
-
-
 def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
     methods = find_methods(model) if isinstance(model, type) else {}
     sizes = {name: options.max_batch_size for name, options in methods.items()}

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from fast_batcher._core.host import OpenCalls
+from fast_batcher._core.prediction import Method
 from fast_batcher._core.supervision import Restarts
 from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
 from fast_batcher._host.link import HostLink, find_key, make_hello, pack_changes
@@ -188,9 +189,9 @@ class RemoteSession(Session):
         self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
     ) -> None:
         self._key = find_key(model_spec, settings, status.name)
-        binding = LoopBinding(status.name)
-        # Without methods: `find_key` refuses models that have several.
-        super().__init__(binding, {}, settings, status, ledger)
+        methods = [Method(*method, settings.batch_limit) for method in model_spec.methods]
+        super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
+        loop = self.binding.loop
         self._model_spec = model_spec
         self._link = HostLink(
             self._key,
@@ -198,11 +199,11 @@ class RemoteSession(Session):
             settings.max_frame_bytes + FRAME_ROOM,
             settings.start_timeout,
             self,
-            binding.loop,
+            loop,
             self._name,
         )
-        self._inputs = HostInputs(settings, binding.loop, self._name)
-        self._evaluator = CostEvaluator(settings, self._name)
+        self._inputs = HostInputs(settings, loop, self._name)
+        self._evaluator = CostEvaluator(settings, self._name, methods)
         self._reader = OutcomeReader()
         # The requests without an outcome; of these the ones to be sent, by id.
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
@@ -701,12 +702,13 @@ def keep_deadline(request: Request, max_latency: float | None) -> None:
 
 def pack_group(request: Request) -> BatcherError | None:
     """Replace the key of a request's group by bytes; return the error of one without a pickle."""
-    if request.group is not None:
+    group = request.group
+    if group is not None and group.key is not None:
         try:
-            request.group = Group(pack_key(request.group.key))
+            request.group = Group(pack_key(group.key), group.method)
         except Exception as error:  # noqa: BLE001  pickling is the user's code
             return ConfigurationError(
-                f"group_by returned a {type(request.group.key).__qualname__} that cannot be "
+                f"group_by returned a {type(group.key).__qualname__} that cannot be "
                 f"pickled ({one_line(error)}): return a string, a number or a tuple"
             )
     return None

@@ -130,6 +130,7 @@ def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, obser
         name=key.name,
         model_name=model_spec.name,
         model=model_spec.pickled,
+        methods=model_spec.methods,
         named_paths=list_paths(loads(model_spec.pickled)[1:]),
         sys_path=list(sys.path),
         root_level=logging.getLogger().level,

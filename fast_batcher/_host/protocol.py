@@ -23,7 +23,7 @@ import io
 import pickle
 from typing import Any, NamedTuple
 
-from fast_batcher._core.values import Failure, Request
+from fast_batcher._core.values import Failure, Group, Request
 from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, RemoteTraceback
@@ -60,6 +60,8 @@ class Hello(NamedTuple):
     name: str
     model_name: str
     model: bytes
+    # As in `ModelSpec`.
+    methods: tuple[tuple[str, int | None], ...]
     sys_path: list[str]
     # Levels of the root logger and of the library's, and `logging.captureWarnings`.
     root_level: int
@@ -142,7 +144,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
             request.target,
             request.priority,
             request.cost,
-            None if request.group is None else request.group.key,
+            None if request.group is None else name_group(request.group),
             request.size,
         )
         for position, request in enumerate(requests)
@@ -153,6 +155,11 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
         or request.cost != 1.0
         or request.size >= 0
     }
+
+
+def name_group(group: Group) -> tuple[str | None, bytes | None]:
+    """Return the method and the packed key of a group, None for none."""
+    return None if group.method is None else group.method.name, group.key
 
 
 def pack_key(key: Any) -> bytes:

@@ -214,7 +214,8 @@ class HostSession(LocalSession):
         self._named_paths = hello.named_paths
         # States of the files that the first worker has loaded.
         self._loaded: dict[str, FileState] = {}
-        super().__init__(ModelSpec(hello.model_name, hello.model), settings, status, ledger)
+        model_spec = ModelSpec(hello.model_name, hello.model, methods=hello.methods)
+        super().__init__(model_spec, settings, status, ledger)
         slabs = self.memory.slabs
         self.ranges = MemoryRanges(
             slabs if isinstance(slabs, Slabs) else None,
@@ -332,7 +333,9 @@ class HostServer:
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
-        self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
+        # By method and key.
+        self._groups: WeakValueDictionary[tuple[str | None, bytes | None], Group]
+        self._groups = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
         self._session: HostSession | None = None
@@ -494,11 +497,14 @@ class HostServer:
             self._observe(tenant, session)
         tenant.send(Kind.STATE, session.pack_state())
 
-    def find_group(self, key: bytes) -> Group:
-        """Return the group of requests with this pickled key."""
-        group = self._groups.get(key)
+    def find_group(self, method: str | None, key: bytes | None) -> Group:
+        """Return the group of the requests of a method that have this packed key."""
+        group = self._groups.get((method, key))
         if group is None:
-            group = self._groups[key] = Group(key)
+            session = self._session
+            assert session is not None, "the first HELLO has begun it"
+            of = None if method is None else session.methods[method]
+            group = self._groups[method, key] = Group(key, of)
         return group
 
     @property

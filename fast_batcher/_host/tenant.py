@@ -97,6 +97,7 @@ class HostSender(BatchSender):
         if any(request.staged is None or request.staged.slab is None for request in requests):
             absent = [request.value for request in requests if type(request.value) is RowInput]
             if absent:
+                self._announce(batch, contexts)
                 self._send_later(batch, absent)
                 return []
         return super().send(batch, contexts)
@@ -163,8 +164,8 @@ class TenantEvents(Protocol):
     def tenant_vanished(self, tenant: "Tenant", /) -> None:
         """Handle the end of the connection, or a broken protocol."""
 
-    def find_group(self, key: bytes, /) -> Group:
-        """Return the group of requests with this key."""
+    def find_group(self, method: str | None, key: bytes | None, /) -> Group:
+        """Return the group of the requests of a method that have this packed key."""
 
     @property
     def room(self) -> int:
@@ -259,7 +260,7 @@ class Tenant:
         target: float | None,
         priority: int,
         cost: float,
-        group: bytes | None,
+        group: tuple[str | None, bytes | None] | None,
         size: int,
     ) -> None:
         """Set what makes a request differ from an ordinary one."""
@@ -271,7 +272,7 @@ class Tenant:
         request.size = size
         request.cost = cost
         if group is not None:
-            request.group = self._events.find_group(group)
+            request.group = self._events.find_group(*group)
 
     def _unpack(self, request_id: int, packed: Any) -> Any:
         if isinstance(packed, bytes):

@@ -194,7 +194,7 @@ class CachingSession(Session):
         self, inner: Session, settings: Settings, status: Status, ledger: Ledger, weights: str
     ) -> None:
         assert settings.cache is not None, "otherwise there is no use for this object"
-        super().__init__(inner.binding, inner.methods, settings, status, ledger)
+        super().__init__(inner.binding, [*inner.methods.values()], settings, status, ledger)
         self._inner = inner
         self._cache = OutputCache(settings.cache, self._name)
         # Part of the keys.

@@ -21,7 +21,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -91,15 +91,15 @@ class Session(ABC):
     def __init__(
         self,
         binding: LoopBinding,
-        methods: Mapping[str, Method],
+        methods: Sequence[Method],
         settings: Settings,
         status: Status,
         ledger: Ledger,
     ) -> None:
         # Process, event loop and thread of the session.
         self.binding = binding
-        # The methods of a model that has several, by name.
-        self.methods = methods
+        # The methods of the model, by name.
+        self.methods = {method.name: method for method in methods}
         self.settings = settings
         self.status = status
         self._ledger = ledger
@@ -265,10 +265,7 @@ class LocalSession(Session):
         self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
     ) -> None:
         methods = [Method(*method, settings.batch_limit) for method in model_spec.methods]
-        binding = LoopBinding(status.name)
-        super().__init__(
-            binding, {method.name: method for method in methods}, settings, status, ledger
-        )
+        super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
         self._observers = ledger.observers
         # Empty without observers.
         self._active = ledger.observers.active
