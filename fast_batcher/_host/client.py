@@ -13,6 +13,7 @@ when no worker views them any more. `OpenCalls` decides what follows if the host
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -25,19 +26,26 @@ from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.supervision import Restarts
 from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
-from fast_batcher._host.link import HostLink, find_key, make_hello, pack_changes
+from fast_batcher._host.link import (
+    HostLink,
+    find_key,
+    make_generation,
+    make_hello,
+    pack_changes,
+)
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     FRAME_SIZE,
     MOST_IN_FRAME,
+    Generation,
     Hello,
     HostState,
     Row,
     Welcome,
     pack_key,
     pack_options,
+    unpack_error,
     unpack_failure,
-    unpack_start_error,
 )
 from fast_batcher._parent.sending import PicklingWatch, dump_input, make_pickler
 from fast_batcher._parent.staging import (
@@ -48,7 +56,7 @@ from fast_batcher._parent.staging import (
     StagedInput,
 )
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import LoopBinding, Status
+from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import (
     CostEvaluator,
     Ledger,
@@ -62,6 +70,7 @@ from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
 from fast_batcher.errors import (
+    BatcherClosedError,
     BatcherError,
     ConfigurationError,
     DeadlineExceededError,
@@ -186,13 +195,13 @@ class RemoteSession(Session):
     """A session that passes requests to the host process of a shared batcher."""
 
     def __init__(
-        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
+        self, model: CurrentModel, settings: Settings, status: Status, ledger: Ledger
     ) -> None:
-        self._key = find_key(model_spec, settings, status.name)
-        methods = [Method(*method, settings.batch_limit) for method in model_spec.methods]
+        self._key = find_key(model.first, settings, status.name)
+        methods = [Method(*method, settings.batch_limit) for method in model.spec.methods]
         super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
         loop = self.binding.loop
-        self._model_spec = model_spec
+        self._model = model
         self._link = HostLink(
             self._key,
             self._introduce,
@@ -219,6 +228,11 @@ class RemoteSession(Session):
         )
         # The last state that the host has sent; None before the first, and without a host.
         self._host: HostState | None = None
+        # Calls of `reload` without an outcome, by number; and the frames of the calls that wait
+        # for a host.
+        self._reloads: dict[int, asyncio.Future[None]] = {}
+        self._reload_numbers = itertools.count()
+        self._unsent_reloads: list[bytes] = []
         # Whether the settings differ from those of a new host.
         self._is_reconfigured = False
         # From that state, or from the one of a host that is gone.
@@ -354,6 +368,10 @@ class RemoteSession(Session):
         """Handle a frame that is not about requests."""
         if frame.kind == Kind.REPORT:
             self._report(loads(frame.body))
+        elif frame.kind == Kind.GENERATION:
+            self._take_generation(loads(frame.body))
+        elif frame.kind == Kind.RELOADED:
+            self._finish_reload(*loads(frame.body))
         elif frame.kind == Kind.EVENT:
             self._ledger.observers.tell(loads(frame.body))
         elif frame.kind in (Kind.STATE, Kind.FAREWELL):
@@ -496,6 +514,7 @@ class RemoteSession(Session):
         return replace(
             host,
             state=here.state,
+            generation=here.generation,
             workers_ready=here.workers_ready,
             waiting=here.waiting,
             running=here.running,
@@ -529,13 +548,19 @@ class RemoteSession(Session):
 
     def _introduce(self) -> Hello:
         self._is_observed = bool(self._ledger.observers.active)
-        return make_hello(self._model_spec, self.settings, self._key, observes=self._is_observed)
+        generation = self._ledger.counters.generation
+        return make_hello(
+            self._model.spec, generation, self.settings, self._key, observes=self._is_observed
+        )
 
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
         if self._is_reconfigured:
             self._link.send(Kind.RECONFIGURE, pack_changes(self.settings))
+        for body in self._unsent_reloads:
+            self._link.send(Kind.RELOAD, body)
+        self._unsent_reloads.clear()
         self._report(False)  # the host tells which process does
         self._inputs.use(memory, welcome.start, welcome.length)
         self._room, self._sent = welcome.room, 0
@@ -564,6 +589,10 @@ class RemoteSession(Session):
             self._hung_up.set()
             return
         self._retry_requests()
+        self._model.end_reload()
+        for number in [*self._reloads]:
+            text = f"{self._name}: the host process died while it reloaded"
+            self._end_reload(number, WorkerLostError(text))
         self._report(True)
         if self.status.start_error is None:  # else it has ended because the model cannot be loaded
             logger.warning("%s: the host process has died; another takes its place", self._name)
@@ -603,7 +632,7 @@ class RemoteSession(Session):
         self._stats, self._explanation = host.stats, host.explanation
         state = self.status.state
         if host.start_error is not None and state is State.OPENING:
-            self._fail_start(unpack_start_error(host.start_error))
+            self._fail_start(unpack_error(host.start_error))
         elif host.given_up and (self.status.takes_calls or self.status.given_up):
             self._break(*host.given_up)
         elif host.state == State.OPEN:
@@ -616,11 +645,14 @@ class RemoteSession(Session):
     def _fail_start(self, error: BatcherError) -> None:
         self.status.fail_start(error)
         self._fail_all()
+        self._end_reloads()
 
     def _break(self, reason: str, seconds: float) -> None:
         """Fail calls at once, until the next try succeeds."""
         self.status.give_up(reason, seconds)
         self._fail_all()
+        if not self._link.is_connected:
+            self._end_reloads()
 
     # Life.
 
@@ -648,11 +680,63 @@ class RemoteSession(Session):
         self._inputs.memory.rebind(loop)
         self.run_soon()
 
+    # Reloads.
+
+    @property
+    def can_reload(self) -> bool:
+        """Whether there is a host, or will be one without another opening."""
+        return self.status.state is not State.BROKEN or (
+            self._link.is_connected and self.status.start_error is None
+        )
+
     async def reload(self, model_spec: ModelSpec) -> None:
-        """Refuse: the other API processes would go on with the arguments of before."""
-        raise ConfigurationError(
-            f"{self._name}: reload() works without shared={self.settings.shared!r} only; restart "
-            f"the server with other arguments for {model_spec.name}"
+        """Let the host replace its workers by workers with another model."""
+        number = next(self._reload_numbers)
+        body = dumps((number, tuple(make_generation(0, model_spec))))
+        if self._link.is_connected:
+            self._link.send(Kind.RELOAD, body)
+        else:
+            self._unsent_reloads.append(body)
+        outcome = self._reloads[number] = self.binding.loop.create_future()
+        await outcome
+
+    def _finish_reload(self, number: int, packed: tuple[bytes, str] | None) -> None:
+        self._end_reload(number, None if packed is None else unpack_error(packed))
+
+    def _end_reload(self, number: int, error: BatcherError | None) -> None:
+        """Give a call of `reload` its outcome."""
+        outcome = self._reloads.pop(number, None)
+        if outcome is None or outcome.done() or outcome.get_loop().is_closed():
+            return
+        if error is None:
+            outcome.set_result(None)
+        else:
+            outcome.set_exception(error)
+
+    def _end_reloads(self) -> None:
+        """Fail the calls of `reload`: no host will hear of them, or tell of them."""
+        self._unsent_reloads.clear()
+        for number in [*self._reloads]:
+            error = self.status.broken_error() or BatcherClosedError(
+                f"{self._name} was closed while it reloaded"
+            )
+            self._end_reload(number, error)
+
+    def _take_generation(self, fields: tuple[Any, ...] | None) -> None:
+        """Follow the model of the host, which this or another API process has reloaded."""
+        if fields is None:
+            self._model.begin_reload()
+            return
+        generation, spec = Generation(*fields), self._model.spec
+        self._ledger.counters.generation = generation.number
+        if generation.weights == spec.weights:
+            self._model.end_reload()
+            return
+        self._model.end_reload(
+            replace(spec, pickled=generation.model, weights=generation.weights, arguments=None)
+        )
+        logger.info(
+            "%s: the workers have another model, generation %d", self._name, generation.number
         )
 
     def begin_drain(self) -> None:
@@ -665,6 +749,7 @@ class RemoteSession(Session):
         """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""
         await self._wait_until_drained()
         self._fail_all()
+        self._end_reloads()
         if self._hung_up is None:
             self._hung_up = asyncio.Event()
             if not self._link.begin_goodbye():
@@ -678,6 +763,7 @@ class RemoteSession(Session):
     def end(self, grace: float) -> None:
         """Say goodbye, unless that was done, and release everything; blocks."""
         self._fail_all()
+        self._end_reloads()
         if self._hung_up is None:
             self._hung_up = asyncio.Event()
             self._link.say_goodbye(grace + END_GRACE)

@@ -7,6 +7,10 @@
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
     ABANDON, PRIORITY, RECONFIGURE, OBSERVE, PING  -->
                                             <--   STATE, FREED_INPUTS, LOG, EVENT, REPORT, PONG
+    RELOAD: number, model                   -->
+                                            <--   GENERATION, to each API process: a reload begins
+                                            <--   GENERATION, to each: the model of all workers
+                                            <--   RELOADED: number, error
     STATE_READ                              -->
                                             <--   RESEND: ids
     RESENT: id, input                       -->
@@ -49,6 +53,22 @@ MAX_DESCRIPTORS = 2
 assert MAX_FRAME_BYTES > FRAME_SIZE, "one value may be a frame"
 
 
+class Generation(NamedTuple):
+    """A model that all workers have loaded, or shall load.
+
+    Each API process remembers the last one, and tells it to the next host. Of two the one with the
+    higher number is used by all.
+    """
+
+    # Of the reload that has brought it; 0 for the arguments of the construction.
+    number: int
+    # `ModelSpec.pickled` and `ModelSpec.weights`.
+    model: bytes
+    weights: str
+    # Texts and paths in the model's arguments, which may name files.
+    named_paths: list[str]
+
+
 class Hello(NamedTuple):
     """An API process introduces itself."""
 
@@ -59,7 +79,7 @@ class Hello(NamedTuple):
     has_groups: bool
     name: str
     model_name: str
-    model: bytes
+    generation: Generation
     # As in `ModelSpec`.
     methods: tuple[tuple[str, int | None], ...]
     sys_path: list[str]
@@ -67,8 +87,6 @@ class Hello(NamedTuple):
     root_level: int
     library_level: int
     captures_warnings: bool
-    # Texts and paths in the model's arguments, which may name files.
-    named_paths: list[str]
     # Whether events are wanted.
     observes: bool
     # The process after whose death no further API process will come, or None.
@@ -206,14 +224,14 @@ def unpack_failure(packed: tuple[Any, ...]) -> Failure:
     return Failure(SerializedError(*packed).to_error())
 
 
-def pack_start_error(error: BatcherError) -> tuple[bytes, str]:
-    """Pack the error of a failed start, and the traceback that is its cause."""
+def pack_error(error: BatcherError) -> tuple[bytes, str]:
+    """Pack an error that is not about a request, and the traceback that is its cause."""
     cause = error.__cause__
     return dumps(error), cause.args[0] if isinstance(cause, RemoteTraceback) else ""
 
 
-def unpack_start_error(packed: tuple[bytes, str]) -> BatcherError:
-    """Make the error of a failed start."""
+def unpack_error(packed: tuple[bytes, str]) -> BatcherError:
+    """Make the error that `pack_error` has packed."""
     error: BatcherError = loads(packed[0])
     if packed[1]:
         error.__cause__ = RemoteTraceback(packed[1])

@@ -123,6 +123,7 @@ class Kind:
     OBSERVE = 38  # send events from now on
     PRIORITY = 40  # pickled (id of a request, its higher priority)
     STATE_READ = 41  # the answer to STATE
+    RELOAD = 42  # pickled (number of the call, fields of a `Generation`)
     GOODBYE = 39  # the batcher is closed
     # host to API process
     WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
@@ -135,6 +136,9 @@ class Kind:
     LOG = 58  # a log record
     EVENT = 55  # a pickled event for observers
     REPORT = 57  # pickled: whether this process reports for all from now on
+    # Pickled None: a reload has begun. The pickled fields of a `Generation`: it has ended.
+    GENERATION = 59
+    RELOADED = 60  # pickled (number of the call, None or its error as `pack_error` packs it)
     FAREWELL = 56  # the answer to GOODBYE, the last frame: as STATE
 
 

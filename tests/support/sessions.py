@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -35,8 +36,13 @@ def pids_of(batcher: DynBatcher[Any, Any]) -> list[int]:
     """The processes of its workers."""
     if isinstance(batcher._session, LocalSession):
         return [one.pid for one in batcher._session.pool.alive() if one.pid is not None]
-    children = psutil.Process(host_of(batcher)).children()
-    return [one.pid for one in children if one.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for child in psutil.Process(host_of(batcher)).children():
+        with suppress(psutil.Error):  # it has just ended
+            # Not the resource tracker of Python.
+            if any("spawn_main" in part for part in child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 @pytest.fixture
