@@ -66,7 +66,6 @@ from fast_batcher.settings import (
     PolicyName,
     Reconfiguration,
     Settings,
-    refuse_followers,
     reject_unknown_options,
     warn_about_workers,
 )
@@ -688,11 +687,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Call an observer from now on, as if it had been given at construction.
 
         Raises:
-            ConfigurationError: It is no `fast_batcher.observing.Observer`; or it has
-                `needs_context`, and the batcher is `shared`.
+            ConfigurationError: It is no `fast_batcher.observing.Observer`.
         """
         OBSERVERS.check("observer", [observer])
-        refuse_followers([observer], self._settings.shared)
         self._ledger.observers.add(observer)
 
     @property

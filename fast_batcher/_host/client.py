@@ -19,6 +19,7 @@ import math
 import os
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +82,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import ReporterChanged
+from fast_batcher.observing import BatchAnswered, BatchDispatched, BatchLost, ReporterChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -238,6 +239,9 @@ class RemoteSession(Session):
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
+        # Empty without observers that follow batches; and the batches that they follow, by id.
+        self._followers = ledger.observers.followers
+        self._followed: dict[int, BatchDispatched] = {}
         # Whether the host sends events for the observers.
         self._is_observed = False
         # Whether this process reports: as the host has said, and without a host for itself.
@@ -254,6 +258,8 @@ class RemoteSession(Session):
             if error is not None:
                 self._ledger.reject(request, error, "invalid input")
                 return
+        if self._followers:
+            request.context = self._ledger.observers.copy_context()
         if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
             text = f"{len(self._open)} requests wait for the host process already"
             self._ledger.reject(request, QueueFullError(text), "queue full")
@@ -330,7 +336,8 @@ class RemoteSession(Session):
         self._sent += len(requests)
         self._room -= len(requests)
         ids = [request.id for request in requests]
-        self._link.send(kind, dumps((ids, inputs, pack_options(requests))))
+        contexts = self._ledger.observers.carry(requests) if self._followers else None
+        self._link.send(kind, dumps((ids, inputs, pack_options(requests), contexts)))
 
     def _resend(self, request_id: int) -> None:
         """Send the input of a request once more: the worker that had it in its memory is dead."""
@@ -372,8 +379,8 @@ class RemoteSession(Session):
             self._take_generation(loads(frame.body))
         elif frame.kind == Kind.RELOADED:
             self._finish_reload(*loads(frame.body))
-        elif frame.kind == Kind.EVENT:
-            self._ledger.observers.tell(loads(frame.body))
+        elif frame.kind in (Kind.EVENT, Kind.FOLLOW, Kind.FOLLOWED):
+            self._take_event(frame)
         elif frame.kind in (Kind.STATE, Kind.FAREWELL):
             self._link.host_ends = bool(frame.batch_id)
             self._follow(HostState(*loads(frame.body)))
@@ -539,6 +546,57 @@ class RemoteSession(Session):
             self._is_observed = True
             self._link.send(Kind.OBSERVE)
 
+    def _take_event(self, frame: Frame) -> None:
+        """Call the observers of this process."""
+        observers = self._ledger.observers
+        if frame.kind == Kind.FOLLOW:
+            self._follow_batch(*loads(frame.body))
+        elif frame.kind == Kind.FOLLOWED:
+            self._end_batch(*loads(frame.body))
+        elif frame.batch_id:
+            observers.tell_some(loads(frame.body), follow=False)
+        else:
+            observers.tell(loads(frame.body))
+
+    def _follow_batch(
+        self, event: BatchDispatched, callers: list[int | list[bytes] | None]
+    ) -> None:
+        """Tell the observers of a batch; the host waits for the contexts that they give."""
+        event = replace(event, contexts=[self._find_context(caller) for caller in callers])
+        self._followed[event.batch_id] = event
+        given = self._ledger.observers.announce(event, dumps)
+        self._link.send(Kind.BATCH_CONTEXTS, dumps((event.batch_id, given)))
+
+    def _find_context(self, caller: int | list[bytes] | None) -> Context | None:
+        """Return the context of a caller: of this process by the request's id, or of another."""
+        if isinstance(caller, int):
+            request = self._open.find(caller)
+            return None if request is None else request.context
+        return None if caller is None else self._ledger.observers.restore_context(caller)
+
+    def _end_batch(
+        self, batch_id: int, end: BatchAnswered | str, positions: list[int | None]
+    ) -> None:
+        """Tell the observers of the end of a batch that they follow."""
+        dispatched = self._followed.pop(batch_id, None)
+        if dispatched is None:  # this process did not read when it was dispatched
+            return
+        if isinstance(end, str):
+            self._ledger.observers.tell_some(BatchLost(dispatched, end), follow=True)
+            return
+        contexts = [None if at is None else dispatched.contexts[at] for at in positions]
+        requests = [
+            replace(request, context=context)
+            for request, context in zip(end.requests, contexts, strict=True)
+        ]
+        event = replace(end, requests=requests, dispatched=dispatched)
+        self._ledger.observers.tell_some(event, follow=True)
+
+    def _lose_batches(self, reason: str) -> None:
+        """Tell the observers that the batches that they follow have no answer."""
+        for batch_id in [*self._followed]:
+            self._end_batch(batch_id, reason, [])
+
     def _report(self, is_reporter: bool) -> None:
         """Begin or cease to report."""
         self._is_reporter = is_reporter
@@ -589,6 +647,7 @@ class RemoteSession(Session):
             self._hung_up.set()
             return
         self._retry_requests()
+        self._lose_batches("host lost")
         self._model.end_reload()
         for number in [*self._reloads]:
             text = f"{self._name}: the host process died while it reloaded"
@@ -771,6 +830,7 @@ class RemoteSession(Session):
 
     def _release(self) -> None:
         """Close everything; may be called again."""
+        self._lose_batches("closed")
         self._host = None
         self._report(False)
         self._stop_timer()

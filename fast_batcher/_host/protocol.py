@@ -3,10 +3,14 @@
     API process                                   host
     HELLO: settings, model                  -->   starts the workers, unless it has them
                                             <--   WELCOME: its process, a range of shared memory
-    CALLS, ITEM_CALLS: ids, inputs, options -->
+    CALLS, ITEM_CALLS: ids, inputs,
+    options, contexts                       -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
     ABANDON, PRIORITY, RECONFIGURE, OBSERVE, PING  -->
                                             <--   STATE, FREED_INPUTS, LOG, EVENT, REPORT, PONG
+                                            <--   FOLLOW: batch
+    BATCH_CONTEXTS: context managers        -->
+                                            <--   FOLLOWED: its answer or loss
     RELOAD: number, model                   -->
                                             <--   GENERATION, to each API process: a reload begins
                                             <--   GENERATION, to each: the model of all workers

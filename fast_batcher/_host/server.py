@@ -37,7 +37,13 @@ from fast_batcher._host.protocol import (
     pack_error,
 )
 from fast_batcher._host.rendezvous import check_peer
-from fast_batcher._host.tenant import HostSender, OpaquePickler, OpaqueReader, Tenant
+from fast_batcher._host.tenant import (
+    HostSender,
+    OpaquePickler,
+    OpaqueReader,
+    Tenant,
+    find_followed,
+)
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerProcess
@@ -57,7 +63,14 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
+from fast_batcher.observing import (
+    BatchAnswered,
+    BatchDispatched,
+    BatchLost,
+    Observer,
+    RequestEnded,
+    WorkerChanged,
+)
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
 # Finds an API process, None without one.
@@ -95,12 +108,36 @@ class EventForwarder(Observer):
     def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
 
-    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged) -> None:
+    def _report(self, event: RequestEnded | WorkerChanged) -> None:
         reporter = self._find_reporter()
         if reporter is not None:
             reporter.tell(Kind.EVENT, dumps(event))
 
-    batch_answered = request_ended = worker_changed = _send
+    request_ended = worker_changed = _report
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Report an answered batch, and tell the process that follows it."""
+        followed, event = event.dispatched, replace(event, dispatched=None)
+        reporter = self._find_reporter()
+        if reporter is not None:
+            reporter.tell(Kind.EVENT, dumps(event), number=followed is not None)
+        if followed is not None:
+            at = {id(context): position for position, context in enumerate(followed.contexts)}
+            positions = [at.get(id(request.context)) for request in event.requests]
+            _end_followed(followed, event, positions)
+
+    def batch_lost(self, event: BatchLost) -> None:
+        """Tell the process that follows it of a batch without an answer."""
+        _end_followed(event.dispatched, event.reason, [])
+
+
+def _end_followed(
+    dispatched: BatchDispatched, end: BatchAnswered | str, positions: list[int | None]
+) -> None:
+    contexts: Any = dispatched.contexts
+    followed = find_followed(contexts)
+    assert followed is not None, "otherwise no process was told of it"
+    followed.tenant.end_batch(dispatched.batch_id, end, positions)
 
 
 logger = logging.getLogger("fast_batcher")
@@ -241,9 +278,10 @@ class HostSession(LocalSession):
         return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
 
     def _make_sender(self) -> BatchSender:
-        return HostSender(
+        self.host_sender = HostSender(
             self.settings, self.memory, self.pool.workers, self, self._name, OpaquePickler()
         )
+        return self.host_sender
 
     def _make_evaluator(self, methods: Sequence[Method]) -> None:
         """Make none: the API processes have called the user's functions."""
@@ -550,6 +588,11 @@ class HostServer:
             of = None if method is None else session.methods[method]
             group = self._groups[method, key] = Group(key, of)
         return group
+
+    def contexts_arrived(self) -> None:
+        """Look for contexts in each batch from now on."""
+        assert self._session is not None, "a session has accepted their requests"
+        self._session.host_sender.has_contexts = True
 
     @property
     def room(self) -> int:
