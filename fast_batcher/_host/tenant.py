@@ -429,8 +429,12 @@ class Tenant:
             finish(managers)
 
     def end_batch(self, batch_id: int, end: BatchAnswered | str, positions: list[Any]) -> None:
-        """Tell the process of the answer of a batch that it follows, or of its loss."""
-        self.send(Kind.FOLLOWED, dumps((batch_id, end, positions)))
+        """Tell the process of the answer of a batch that it follows, or of its loss.
+
+        After the answers of this turn, so that the callers do not wait for observers.
+        """
+        body = dumps((batch_id, end, positions))
+        self._loop.call_soon(self.send, Kind.FOLLOWED, body, context=Context())
 
     # Answers.
 

@@ -171,6 +171,10 @@ class Reloading:
             replica.model_spec = self._before
         self._advance()
 
+    def budget_spent(self) -> None:
+        """Start the next replacement at once, if it would wait for the restart of a worker."""
+        self._advance()
+
     def fail(self, error: BaseException) -> None:
         """End with an error, because the pool ends."""
         if not self.done.done():
@@ -189,7 +193,7 @@ class Reloading:
         replica = self._replicas[index]
         replica.model_spec = self._target
         worker = replica.worker
-        if replica.is_given_up:
+        if worker is None and replica.is_given_up:
             replica.renew_budget()
             self._start(replica)
         # A worker that loads, or will be restarted, comes first: `worker_ready` goes on.
@@ -542,6 +546,8 @@ class Pool:
             timers = [other.restart_timer for other in self._replicas]
             next_try = min(timer.when() for timer in timers if timer is not None)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
+        if is_given_up and self.reloading is not None:
+            self.reloading.budget_spent()
 
     def _beat(self) -> None:
         """Ping the idle workers, and replace the workers that have not answered the last ping."""
