@@ -114,6 +114,8 @@ _METHODS: dict[type[Event], str] = {
     ReporterChanged: "reporter_changed",
     CollectionPaused: "collection_paused",
 }
+# Pickled context managers that make a caller's context current, and whether its batch is followed.
+Carried = tuple[list[bytes], bool]
 # Pauses that are kept until the next event; a process has some in a second.
 MAX_PAUSES = 1000
 
@@ -157,9 +159,10 @@ class Observers:
         self._name = name
         self.active: list[Observer] = []
         # Observers that need the contexts of callers, and follow batches from their dispatch.
-        self._followers: list[Observer] = []
+        self.followers: list[Observer] = []
         # Observers that have raised; the log has the first error of each.
         self._faulty: set[int] = set()
+        self._contexts = BatchContexts()
         # Pauses of the garbage collector since the last event. A collection may begin while an
         # observer holds a lock of its own, so observers are not called from there.
         self._pauses: deque[CollectionPaused] = deque(maxlen=MAX_PAUSES)
@@ -172,11 +175,32 @@ class Observers:
         """Call an observer from now on."""
         self.active.append(observer)
         if observer.needs_context:
-            self._followers.append(observer)
+            self.followers.append(observer)
 
     def copy_context(self) -> Context | None:
         """Copy the context of a caller if an observer needs it."""
-        return copy_context() if self._followers else None
+        return copy_context() if self.followers else None
+
+    def carry(self, requests: Sequence[Request]) -> dict[int, Carried]:
+        """Pack the contexts of callers for other processes, by position."""
+        return Context().run(self._carry, requests)
+
+    def _carry(self, requests: Sequence[Request]) -> dict[int, Carried]:
+        found = {}
+        for position, request in enumerate(requests):
+            managers: list[bytes] = []
+            is_followed = False
+            for observer in self.followers if request.context is not None else ():
+                try:
+                    carried = observer.carry_context(request.context)
+                    if carried is not None:
+                        managers.append(pickle.dumps(carried.manager, pickle.HIGHEST_PROTOCOL))
+                        is_followed |= carried.is_followed
+                except Exception as error:  # noqa: BLE001  it must harm no request
+                    self._log(observer, error)
+            if managers:
+                found[position] = managers, is_followed
+        return found
 
     def follow(
         self,
@@ -185,7 +209,7 @@ class Observers:
         worker: int = 0,
     ) -> list[_GivenT]:
         """Tell the observers that follow batches that one is dispatched."""
-        if not self._followers:
+        if not self.followers:
             return []
         event = batch.dispatched = BatchDispatched(
             model=self._name,
@@ -197,15 +221,29 @@ class Observers:
             dispatched_at=batch.sent_at,
             contexts=[request.context for request in batch.requests],
         )
-        return Context().run(self._follow, event, convert)
+        return self.announce(event, convert)
 
-    def _follow(
+    def restore_context(self, managers: list[bytes]) -> Context:
+        """Make a context of a caller in another process, from its `Carried` context managers."""
+        context = Context()
+        context.run(self._contexts.join_pickled(managers).__enter__)
+        return context
+
+    def announce(
+        self,
+        event: BatchDispatched,
+        convert: Callable[[AbstractContextManager[Any]], _GivenT],
+    ) -> list[_GivenT]:
+        """Tell the observers that follow batches; return the contexts that they give."""
+        return Context().run(self._announce, event, convert)
+
+    def _announce(
         self,
         event: BatchDispatched,
         convert: Callable[[AbstractContextManager[Any]], _GivenT],
     ) -> list[_GivenT]:
         given: list[_GivenT] = []
-        for observer in self._followers:
+        for observer in self.followers:
             try:
                 context = observer.batch_dispatched(event)
                 if context is not None:
@@ -241,15 +279,20 @@ class Observers:
 
     def tell(self, event: Event) -> None:
         """Call every observer, in an empty context; log the first error of each."""
-        Context().run(self._tell, event)
+        Context().run(self._tell, event, self.active)
 
-    def _tell(self, event: Event) -> None:
+    def tell_some(self, event: Event, *, follow: bool) -> None:
+        """Call the observers that follow batches, or those that do not."""
+        observers = [observer for observer in self.active if (observer in self.followers) == follow]
+        Context().run(self._tell, event, observers)
+
+    def _tell(self, event: Event, observers: Sequence[Observer]) -> None:
         while self._pauses:
-            self._call(self._pauses.popleft())
-        self._call(event)
+            self._call(self._pauses.popleft(), self.active)
+        self._call(event, observers)
 
-    def _call(self, event: Event) -> None:
-        for observer in self.active:
+    def _call(self, event: Event, observers: Sequence[Observer]) -> None:
+        for observer in observers:
             try:
                 getattr(observer, _METHODS[type(event)])(event)
             except Exception as error:  # noqa: BLE001  it must harm no request

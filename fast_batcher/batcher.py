@@ -35,7 +35,13 @@ from fast_batcher._devices import CoreClaim
 from fast_batcher._process import frozen
 from fast_batcher._session.cache import CachingSession
 from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
-from fast_batcher._session.life import Owners, Status, call_on_end, call_on_sigterm
+from fast_batcher._session.life import (
+    CurrentModel,
+    Owners,
+    Status,
+    call_on_end,
+    call_on_sigterm,
+)
 from fast_batcher._session.offload import offload
 from fast_batcher._session.outcomes import Ledger, ThreadCaller
 from fast_batcher._session.session import LocalSession, Session
@@ -54,7 +60,6 @@ from fast_batcher.model import (
     check_model,
     find_cost,
     name_of,
-    refuse_shared_methods,
     warn_about_hooks,
 )
 from fast_batcher.observing import Observer
@@ -67,7 +72,6 @@ from fast_batcher.settings import (
     Reconfiguration,
     Settings,
     SettingValue,
-    refuse_followers,
     reject_unknown_options,
     warn_about_workers,
 )
@@ -196,10 +200,10 @@ class DynBatcher(Generic[InputT, OutputT]):
                 if option not in self._given:
                     values[option], self._sources[option] = value, source
         settings = self._settings = self._make_settings(values)
-        self._model_class, self._arguments = model, (model_args, model_kwargs)
-        self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
-        refuse_shared_methods(self._model, settings.shared)
-        self.name = self._model.name if name is None else name
+        self._model_class = model
+        spec = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
+        self._model = CurrentModel(spec)
+        self.name = spec.name if name is None else name
         warn_about_workers(settings)
         warn_about_hooks(model)
         self._ledger = Ledger(self.name, settings.num_workers, settings.observers)
@@ -211,7 +215,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._thread_calls = ThreadCalls(self._accepting_session)
         # The last reload, None before the first.
         self._reload: asyncio.Task[None] | None = None
-        names = [name for name, _ in self._model.methods if name != "infer"]
+        names = [name for name, _ in spec.methods if name != "infer"]
         # The methods of the model that are marked with `batchable`, as attributes:
         # `batcher.methods.embed_text.process_batched(text)`; `methods.find(Model.embed_text)` has
         # the types of the method.
@@ -647,7 +651,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         One worker after the other is replaced, each when its successor has loaded the model: for a
         while there is one more copy of it, and requests are answered by one model or the other. If
         a successor cannot load it, all workers go back to the arguments of before. A broken batcher
-        is opened with the new arguments.
+        is opened with the new arguments. With `shared` a reload is that of all server processes.
 
         Args:
             model_args: Positional arguments of the model's constructor, None for the present ones.
@@ -657,25 +661,31 @@ class DynBatcher(Generic[InputT, OutputT]):
             WorkerStartupError: A worker could not load the model; its cause is the traceback.
             BatcherClosedError: The batcher is draining or closed, or was closed meanwhile.
             NotReadyError: The batcher has not been opened.
-            ConfigurationError: An argument is wrong; another reload runs; or the batcher is
-                `shared`.
+            WorkerLostError: The host process of a `shared` batcher died meanwhile. The next one
+                has the arguments of before, or the new ones if all workers had loaded them.
+            ConfigurationError: An argument is wrong; or another reload runs, with `shared` in any
+                server process.
 
         Cancellation: safe; the reload goes on.
         """
         await self._status.wait_while_opening()
-        is_broken = self._status.state is State.BROKEN and not self._settings.shared
-        if not is_broken:
+        if self._status.state is not State.BROKEN:
             self._find_session()
         elif self._reload is not None and not self._reload.done():
             raise ConfigurationError(f"{self.name}: a reload runs; wait for its end")
-        args = self._arguments[0] if model_args is None else model_args
-        kwargs = self._arguments[1] if model_kwargs is None else model_kwargs
+        args, kwargs = model_args, model_kwargs
+        if args is None or kwargs is None:
+            present = self._model.spec.read_arguments()
+            args = present[0] if args is None else args
+            kwargs = present[1] if kwargs is None else kwargs
         spec = check_model(self._model_class, args, kwargs, self._settings.max_frame_bytes)
         spec = dataclasses.replace(spec, weights=token_hex(8))
-        work = self._reopen(spec) if is_broken else self._accepting_session().reload(spec)
+        session = self._session
+        assert session is not None, "it has been opened"
+        work = session.reload(spec) if session.can_reload else self._reopen(spec)
         # A task of its own, because the caller may be cancelled.
         self._reload = asyncio.create_task(work, context=Context())
-        self._reload.add_done_callback(lambda done: self._note_reload(done, spec, (args, kwargs)))
+        self._reload.add_done_callback(self._note_reload)
         await asyncio.shield(self._reload)
 
     def reconfigure(self, **changes: Unpack[Reconfiguration]) -> None:
@@ -715,11 +725,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Call an observer from now on, as if it had been given at construction.
 
         Raises:
-            ConfigurationError: It is no `fast_batcher.observing.Observer`; or it has
-                `needs_context`, and the batcher is `shared`.
+            ConfigurationError: It is no `fast_batcher.observing.Observer`.
         """
         OBSERVERS.check("observer", [observer])
-        refuse_followers([observer], self._settings.shared)
         self._ledger.observers.add(observer)
 
     @property
@@ -822,21 +830,28 @@ class DynBatcher(Generic[InputT, OutputT]):
             session = LocalSession(*parts)
         if settings.cache is None:
             return session
-        return CachingSession(session, settings, status, ledger, self._model.weights)
+        return CachingSession(session, *parts)
 
     async def _reopen(self, spec: ModelSpec) -> None:
         """Open a broken batcher with another model, which it keeps if it can load it."""
-        before, self._model = self._model, spec
+        model, counters = self._model, self._ledger.counters
+        before = model.spec, counters.generation
+        # Before the opening: a host gives the other processes the model of the last generation.
+        model.spec = spec
+        counters.generation += 1
         try:
             await self.open()
         except BaseException:
-            self._model = before
+            if model.spec is spec:
+                model.spec, counters.generation = before
             raise
-        self._ledger.counters.generation += 1
+        if model.spec is not spec:
+            raise ConfigurationError(
+                f"{self.name}: another server process has reloaded it meanwhile"
+            )
 
-    def _note_reload(self, done: Future[None], spec: ModelSpec, arguments: tuple[Any, Any]) -> None:
+    def _note_reload(self, done: Future[None]) -> None:
         if not done.cancelled() and done.exception() is None:
-            self._model, self._arguments = spec, arguments
             logger.info("%s: reloaded, generation %d", self.name, self.stats.generation)
 
     def _find_session(self) -> Session:

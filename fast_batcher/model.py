@@ -12,7 +12,7 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation
@@ -213,6 +213,17 @@ class ModelSpec:
     # those of a reload, so that no other process, earlier or later, has cached outputs of other
     # weights under them.
     weights: str = ""
+    # The arguments of the constructor; None if another process has given them.
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    def read_arguments(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of the constructor; unpickle those of another process."""
+        if self.arguments is not None:
+            return self.arguments
+        _, args, kwargs = pickle.loads(self.pickled)
+        return args, kwargs
 
 
 def check_model(
@@ -249,16 +260,13 @@ def check_model(
             f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
         )
     module = model.__module__ if isinstance(model, type) else str(model).partition(":")[0]
-    return ModelSpec(name=name, pickled=pickled, module=module, methods=_list_methods(model))
-
-
-def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
-    """Check that a shared batcher has a model without `batchable` methods."""
-    if shared and model_spec.methods != INFER_ALONE:
-        raise ConfigurationError(
-            f"shared={shared!r}: {model_spec.name} has batchable methods, which a shared batcher "
-            "cannot call; give each method a model of its own, or omit shared"
-        )
+    return ModelSpec(
+        name=name,
+        pickled=pickled,
+        module=module,
+        methods=_list_methods(model),
+        arguments=(args, kwargs),
+    )
 
 
 def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:

@@ -7,7 +7,7 @@ and must not wait; an exception that it raises is logged once, and harms no requ
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -152,11 +152,23 @@ class ReporterChanged:
     is_reporter: bool
 
 
+@dataclass(frozen=True, slots=True)
+class CarriedContext:
+    """What other processes need of a caller's context, with `shared`."""
+
+    # Makes the context current while it is entered; it is pickled.
+    manager: AbstractContextManager[Any]
+    # Whether the batch is told when it is dispatched: its worker waits for a message to a server
+    # process and back.
+    is_followed: bool = True
+
+
 class Observer:
     """Base class of observers; each method does nothing unless it is overridden.
 
     Every request is told once: in the `requests` of its batch, or as a `RequestEnded`. With
-    `shared` it is told in one of the server processes.
+    `shared` it is told in one of the server processes. With `needs_context` this is for a batch the
+    process of its first caller whose context is followed: see `carry_context`.
     """
 
     # Whether it follows requests and batches, for traces: the events carry the context of each
@@ -171,6 +183,21 @@ class Observer:
             None, or a context manager that is entered around the computation of the batch: in the
             worker process, for which it is pickled, or on the decorated function's thread.
         """
+
+    def carry_context(self, context: Context) -> CarriedContext | None:
+        """Make the context of a caller known to other processes.
+
+        Called if `needs_context` is True, for each request of a batcher with `shared`. In the
+        process that is told of the batch, `BatchDispatched.contexts` has the contexts of its own
+        callers, and for other callers contexts in which `CarriedContext.manager` was entered. If no
+        caller of a batch is followed, the manager of the first one is entered around its
+        computation.
+
+        Returns:
+            None if this caller means nothing to the observer. By default every caller is followed,
+            and nothing of its context reaches other processes.
+        """
+        return CarriedContext(nullcontext())
 
     def batch_lost(self, event: BatchLost) -> None:
         """Take note of a batch that ends without an answer; called if `needs_context` is True."""

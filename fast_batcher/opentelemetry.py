@@ -7,7 +7,8 @@
                                +- spans that the model makes in `infer`
 
 The observer runs in the API process. The batch's span begins there when the batch is dispatched.
-Its context goes with the batch, in the W3C format, and is made current around `infer`.
+Its context goes with the batch, in the W3C format, and is made current around `infer`. With
+`shared`, the API process of one sampled caller makes all spans of the batch.
 """
 
 import time
@@ -25,6 +26,7 @@ from fast_batcher.observing import (
     BatchAnswered,
     BatchDispatched,
     BatchLost,
+    CarriedContext,
     Observer,
 )
 
@@ -130,6 +132,15 @@ class OpenTelemetryObserver(Observer):
         self._tracer = get_tracer("fast_batcher", tracer_provider=tracer_provider)
         # The batches that run.
         self._traced: WeakKeyDictionary[BatchDispatched, _Traced] = WeakKeyDictionary()
+
+    def carry_context(self, context: CallerContext) -> CarriedContext | None:
+        """Follow the batches of sampled callers."""
+        span = context.run(get_current_span)
+        if not span.get_span_context().is_valid:
+            return None
+        return CarriedContext(
+            CurrentContext(set_span_in_context(span, Context())), is_followed=_is_sampled(span)
+        )
 
     def batch_dispatched(self, event: BatchDispatched) -> CurrentContext | None:
         """Begin the span of a batch if a caller is sampled; return the context for its worker."""

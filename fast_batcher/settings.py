@@ -186,17 +186,6 @@ def _check_observers(name: str, value: Any) -> None:
         )
 
 
-def refuse_followers(observers: Sequence[Observer], shared: bool | str) -> None:
-    """Raise if an observer needs the contexts of callers, which a host process does not have."""
-    for observer in observers if shared else ():
-        if observer.needs_context:
-            raise ConfigurationError(
-                f"observers: {type(observer).__qualname__} needs the context of each caller "
-                f"(needs_context), which the host process of shared={shared!r} does not have; "
-                "remove the observer, or give shared=False"
-            )
-
-
 def _check_cache(name: str, value: Any) -> None:
     if isinstance(value, type) or not isinstance(value, Cache):
         raise ConfigurationError(
@@ -409,7 +398,6 @@ class Settings:
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
         check_fields(self)
-        refuse_followers(self.observers, self.shared)
         if self.policy == "fixed" and self.max_delay is None:
             raise ConfigurationError(
                 "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so "

@@ -89,7 +89,7 @@ def copy_batcher(batcher: DynBatcher[Any, Any], **changes: Any) -> DynBatcher[An
         for name, setting in batcher.settings.items()
         if setting.source != "default" and name not in _NOT_COPIED
     }
-    args, kwargs = batcher._arguments  # noqa: SLF001  the command is part of the library
+    args, kwargs = batcher._model.spec.read_arguments()  # noqa: SLF001  part of the library
     model = batcher._model_class  # noqa: SLF001
     if find_cost(model) is not None:
         options["cost"] = _cost_nothing

@@ -13,30 +13,40 @@ when no worker views them any more. `OpenCalls` decides what follows if the host
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
 from fast_batcher._core.host import OpenCalls
+from fast_batcher._core.prediction import Method
 from fast_batcher._core.supervision import Restarts
 from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
-from fast_batcher._host.link import HostLink, find_key, make_hello, pack_changes
+from fast_batcher._host.link import (
+    HostLink,
+    find_key,
+    make_generation,
+    make_hello,
+    pack_changes,
+)
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     FRAME_SIZE,
     MOST_IN_FRAME,
+    Generation,
     Hello,
     HostState,
     Row,
     Welcome,
     pack_key,
     pack_options,
+    unpack_error,
     unpack_failure,
-    unpack_start_error,
 )
 from fast_batcher._parent.sending import PicklingWatch, dump_input, make_pickler
 from fast_batcher._parent.staging import (
@@ -47,7 +57,7 @@ from fast_batcher._parent.staging import (
     StagedInput,
 )
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import LoopBinding, Status
+from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import (
     CostEvaluator,
     Ledger,
@@ -61,6 +71,7 @@ from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
 from fast_batcher.errors import (
+    BatcherClosedError,
     BatcherError,
     ConfigurationError,
     DeadlineExceededError,
@@ -71,7 +82,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import ReporterChanged
+from fast_batcher.observing import BatchAnswered, BatchDispatched, BatchLost, ReporterChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -185,24 +196,24 @@ class RemoteSession(Session):
     """A session that passes requests to the host process of a shared batcher."""
 
     def __init__(
-        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
+        self, model: CurrentModel, settings: Settings, status: Status, ledger: Ledger
     ) -> None:
-        self._key = find_key(model_spec, settings, status.name)
-        binding = LoopBinding(status.name)
-        # Without methods: `find_key` refuses models that have several.
-        super().__init__(binding, {}, settings, status, ledger)
-        self._model_spec = model_spec
+        self._key = find_key(model.first, settings, status.name)
+        methods = [Method(*method, settings.batch_limit) for method in model.spec.methods]
+        super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
+        loop = self.binding.loop
+        self._model = model
         self._link = HostLink(
             self._key,
             self._introduce,
             settings.max_frame_bytes + FRAME_ROOM,
             settings.start_timeout,
             self,
-            binding.loop,
+            loop,
             self._name,
         )
-        self._inputs = HostInputs(settings, binding.loop, self._name)
-        self._evaluator = CostEvaluator(settings, self._name)
+        self._inputs = HostInputs(settings, loop, self._name)
+        self._evaluator = CostEvaluator(settings, self._name, methods)
         self._reader = OutcomeReader()
         # The requests without an outcome; of these the ones to be sent, by id.
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
@@ -218,11 +229,19 @@ class RemoteSession(Session):
         )
         # The last state that the host has sent; None before the first, and without a host.
         self._host: HostState | None = None
+        # Calls of `reload` without an outcome, by number; and the frames of the calls that wait
+        # for a host.
+        self._reloads: dict[int, asyncio.Future[None]] = {}
+        self._reload_numbers = itertools.count()
+        self._unsent_reloads: list[bytes] = []
         # Whether the settings differ from those of a new host.
         self._is_reconfigured = False
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
+        # Empty without observers that follow batches; and the batches that they follow, by id.
+        self._followers = ledger.observers.followers
+        self._followed: dict[int, BatchDispatched] = {}
         # Whether the host sends events for the observers.
         self._is_observed = False
         # Whether this process reports: as the host has said, and without a host for itself.
@@ -239,6 +258,8 @@ class RemoteSession(Session):
             if error is not None:
                 self._ledger.reject(request, error, "invalid input")
                 return
+        if self._followers:
+            request.context = self._ledger.observers.copy_context()
         if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
             text = f"{len(self._open)} requests wait for the host process already"
             self._ledger.reject(request, QueueFullError(text), "queue full")
@@ -315,7 +336,8 @@ class RemoteSession(Session):
         self._sent += len(requests)
         self._room -= len(requests)
         ids = [request.id for request in requests]
-        self._link.send(kind, dumps((ids, inputs, pack_options(requests))))
+        contexts = self._ledger.observers.carry(requests) if self._followers else None
+        self._link.send(kind, dumps((ids, inputs, pack_options(requests), contexts)))
 
     def _resend(self, request_id: int) -> None:
         """Send the input of a request once more: the worker that had it in its memory is dead."""
@@ -353,8 +375,12 @@ class RemoteSession(Session):
         """Handle a frame that is not about requests."""
         if frame.kind == Kind.REPORT:
             self._report(loads(frame.body))
-        elif frame.kind == Kind.EVENT:
-            self._ledger.observers.tell(loads(frame.body))
+        elif frame.kind == Kind.GENERATION:
+            self._take_generation(loads(frame.body))
+        elif frame.kind == Kind.RELOADED:
+            self._finish_reload(*loads(frame.body))
+        elif frame.kind in (Kind.EVENT, Kind.FOLLOW, Kind.FOLLOWED):
+            self._take_event(frame)
         elif frame.kind in (Kind.STATE, Kind.FAREWELL):
             self._link.host_ends = bool(frame.batch_id)
             self._follow(HostState(*loads(frame.body)))
@@ -495,6 +521,7 @@ class RemoteSession(Session):
         return replace(
             host,
             state=here.state,
+            generation=here.generation,
             workers_ready=here.workers_ready,
             waiting=here.waiting,
             running=here.running,
@@ -519,6 +546,57 @@ class RemoteSession(Session):
             self._is_observed = True
             self._link.send(Kind.OBSERVE)
 
+    def _take_event(self, frame: Frame) -> None:
+        """Call the observers of this process."""
+        observers = self._ledger.observers
+        if frame.kind == Kind.FOLLOW:
+            self._follow_batch(*loads(frame.body))
+        elif frame.kind == Kind.FOLLOWED:
+            self._end_batch(*loads(frame.body))
+        elif frame.batch_id:
+            observers.tell_some(loads(frame.body), follow=False)
+        else:
+            observers.tell(loads(frame.body))
+
+    def _follow_batch(
+        self, event: BatchDispatched, callers: list[int | list[bytes] | None]
+    ) -> None:
+        """Tell the observers of a batch; the host waits for the contexts that they give."""
+        event = replace(event, contexts=[self._find_context(caller) for caller in callers])
+        self._followed[event.batch_id] = event
+        given = self._ledger.observers.announce(event, dumps)
+        self._link.send(Kind.BATCH_CONTEXTS, dumps((event.batch_id, given)))
+
+    def _find_context(self, caller: int | list[bytes] | None) -> Context | None:
+        """Return the context of a caller: of this process by the request's id, or of another."""
+        if isinstance(caller, int):
+            request = self._open.find(caller)
+            return None if request is None else request.context
+        return None if caller is None else self._ledger.observers.restore_context(caller)
+
+    def _end_batch(
+        self, batch_id: int, end: BatchAnswered | str, positions: list[int | None]
+    ) -> None:
+        """Tell the observers of the end of a batch that they follow."""
+        dispatched = self._followed.pop(batch_id, None)
+        if dispatched is None:  # this process did not read when it was dispatched
+            return
+        if isinstance(end, str):
+            self._ledger.observers.tell_some(BatchLost(dispatched, end), follow=True)
+            return
+        contexts = [None if at is None else dispatched.contexts[at] for at in positions]
+        requests = [
+            replace(request, context=context)
+            for request, context in zip(end.requests, contexts, strict=True)
+        ]
+        event = replace(end, requests=requests, dispatched=dispatched)
+        self._ledger.observers.tell_some(event, follow=True)
+
+    def _lose_batches(self, reason: str) -> None:
+        """Tell the observers that the batches that they follow have no answer."""
+        for batch_id in [*self._followed]:
+            self._end_batch(batch_id, reason, [])
+
     def _report(self, is_reporter: bool) -> None:
         """Begin or cease to report."""
         self._is_reporter = is_reporter
@@ -528,13 +606,19 @@ class RemoteSession(Session):
 
     def _introduce(self) -> Hello:
         self._is_observed = bool(self._ledger.observers.active)
-        return make_hello(self._model_spec, self.settings, self._key, observes=self._is_observed)
+        generation = self._ledger.counters.generation
+        return make_hello(
+            self._model.spec, generation, self.settings, self._key, observes=self._is_observed
+        )
 
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
         if self._is_reconfigured:
             self._link.send(Kind.RECONFIGURE, pack_changes(self.settings))
+        for body in self._unsent_reloads:
+            self._link.send(Kind.RELOAD, body)
+        self._unsent_reloads.clear()
         self._report(False)  # the host tells which process does
         self._inputs.use(memory, welcome.start, welcome.length)
         self._room, self._sent = welcome.room, 0
@@ -563,6 +647,11 @@ class RemoteSession(Session):
             self._hung_up.set()
             return
         self._retry_requests()
+        self._lose_batches("host lost")
+        self._model.end_reload()
+        for number in [*self._reloads]:
+            text = f"{self._name}: the host process died while it reloaded"
+            self._end_reload(number, WorkerLostError(text))
         self._report(True)
         if self.status.start_error is None:  # else it has ended because the model cannot be loaded
             logger.warning("%s: the host process has died; another takes its place", self._name)
@@ -602,7 +691,7 @@ class RemoteSession(Session):
         self._stats, self._explanation = host.stats, host.explanation
         state = self.status.state
         if host.start_error is not None and state is State.OPENING:
-            self._fail_start(unpack_start_error(host.start_error))
+            self._fail_start(unpack_error(host.start_error))
         elif host.given_up and (self.status.takes_calls or self.status.given_up):
             self._break(*host.given_up)
         elif host.state == State.OPEN:
@@ -615,11 +704,14 @@ class RemoteSession(Session):
     def _fail_start(self, error: BatcherError) -> None:
         self.status.fail_start(error)
         self._fail_all()
+        self._end_reloads()
 
     def _break(self, reason: str, seconds: float) -> None:
         """Fail calls at once, until the next try succeeds."""
         self.status.give_up(reason, seconds)
         self._fail_all()
+        if not self._link.is_connected:
+            self._end_reloads()
 
     # Life.
 
@@ -647,11 +739,63 @@ class RemoteSession(Session):
         self._inputs.memory.rebind(loop)
         self.run_soon()
 
+    # Reloads.
+
+    @property
+    def can_reload(self) -> bool:
+        """Whether there is a host, or will be one without another opening."""
+        return self.status.state is not State.BROKEN or (
+            self._link.is_connected and self.status.start_error is None
+        )
+
     async def reload(self, model_spec: ModelSpec) -> None:
-        """Refuse: the other API processes would go on with the arguments of before."""
-        raise ConfigurationError(
-            f"{self._name}: reload() works without shared={self.settings.shared!r} only; restart "
-            f"the server with other arguments for {model_spec.name}"
+        """Let the host replace its workers by workers with another model."""
+        number = next(self._reload_numbers)
+        body = dumps((number, tuple(make_generation(0, model_spec))))
+        if self._link.is_connected:
+            self._link.send(Kind.RELOAD, body)
+        else:
+            self._unsent_reloads.append(body)
+        outcome = self._reloads[number] = self.binding.loop.create_future()
+        await outcome
+
+    def _finish_reload(self, number: int, packed: tuple[bytes, str] | None) -> None:
+        self._end_reload(number, None if packed is None else unpack_error(packed))
+
+    def _end_reload(self, number: int, error: BatcherError | None) -> None:
+        """Give a call of `reload` its outcome."""
+        outcome = self._reloads.pop(number, None)
+        if outcome is None or outcome.done() or outcome.get_loop().is_closed():
+            return
+        if error is None:
+            outcome.set_result(None)
+        else:
+            outcome.set_exception(error)
+
+    def _end_reloads(self) -> None:
+        """Fail the calls of `reload`: no host will hear of them, or tell of them."""
+        self._unsent_reloads.clear()
+        for number in [*self._reloads]:
+            error = self.status.broken_error() or BatcherClosedError(
+                f"{self._name} was closed while it reloaded"
+            )
+            self._end_reload(number, error)
+
+    def _take_generation(self, fields: tuple[Any, ...] | None) -> None:
+        """Follow the model of the host, which this or another API process has reloaded."""
+        if fields is None:
+            self._model.begin_reload()
+            return
+        generation, spec = Generation(*fields), self._model.spec
+        self._ledger.counters.generation = generation.number
+        if generation.weights == spec.weights:
+            self._model.end_reload()
+            return
+        self._model.end_reload(
+            replace(spec, pickled=generation.model, weights=generation.weights, arguments=None)
+        )
+        logger.info(
+            "%s: the workers have another model, generation %d", self._name, generation.number
         )
 
     def begin_drain(self) -> None:
@@ -664,6 +808,7 @@ class RemoteSession(Session):
         """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""
         await self._wait_until_drained()
         self._fail_all()
+        self._end_reloads()
         if self._hung_up is None:
             self._hung_up = asyncio.Event()
             if not self._link.begin_goodbye():
@@ -677,6 +822,7 @@ class RemoteSession(Session):
     def end(self, grace: float) -> None:
         """Say goodbye, unless that was done, and release everything; blocks."""
         self._fail_all()
+        self._end_reloads()
         if self._hung_up is None:
             self._hung_up = asyncio.Event()
             self._link.say_goodbye(grace + END_GRACE)
@@ -684,6 +830,7 @@ class RemoteSession(Session):
 
     def _release(self) -> None:
         """Close everything; may be called again."""
+        self._lose_batches("closed")
         self._host = None
         self._report(False)
         self._stop_timer()
@@ -701,12 +848,13 @@ def keep_deadline(request: Request, max_latency: float | None) -> None:
 
 def pack_group(request: Request) -> BatcherError | None:
     """Replace the key of a request's group by bytes; return the error of one without a pickle."""
-    if request.group is not None:
+    group = request.group
+    if group is not None and group.key is not None:
         try:
-            request.group = Group(pack_key(request.group.key))
+            request.group = Group(pack_key(group.key), group.method)
         except Exception as error:  # noqa: BLE001  pickling is the user's code
             return ConfigurationError(
-                f"group_by returned a {type(request.group.key).__qualname__} that cannot be "
+                f"group_by returned a {type(group.key).__qualname__} that cannot be "
                 f"pickled ({one_line(error)}): return a string, a number or a tuple"
             )
     return None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, Heartbeat
 from fast_batcher._host.identity import HostKey, digest, find_module_file, kill_process, make_key
 from fast_batcher._host.launch import HostProcess, launch_host
-from fast_batcher._host.protocol import MAX_DESCRIPTORS, Hello, Welcome
+from fast_batcher._host.protocol import MAX_DESCRIPTORS, Generation, Hello, Welcome
 from fast_batcher._host.rendezvous import Joined, connect, replace_silent
 from fast_batcher._parent.staging import JobThread
 from fast_batcher._process import monotonic
@@ -121,7 +121,15 @@ def list_paths(arguments: Any) -> list[str]:
     return [*found]
 
 
-def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, observes: bool) -> Hello:
+def make_generation(number: int, model_spec: ModelSpec) -> Generation:
+    """Describe a model to the host."""
+    paths = list_paths(model_spec.read_arguments())
+    return Generation(number, model_spec.pickled, model_spec.weights, paths)
+
+
+def make_hello(
+    model_spec: ModelSpec, generation: int, settings: Settings, key: HostKey, *, observes: bool
+) -> Hello:
     """Make the first frame of an API process."""
     return Hello(
         settings=plain_settings(settings),
@@ -129,8 +137,8 @@ def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, obser
         has_groups=settings.group_by is not None,
         name=key.name,
         model_name=model_spec.name,
-        model=model_spec.pickled,
-        named_paths=list_paths(loads(model_spec.pickled)[1:]),
+        generation=make_generation(generation, model_spec),
+        methods=model_spec.methods,
         sys_path=list(sys.path),
         root_level=logging.getLogger().level,
         library_level=logging.getLogger("fast_batcher").getEffectiveLevel(),

@@ -3,10 +3,18 @@
     API process                                   host
     HELLO: settings, model                  -->   starts the workers, unless it has them
                                             <--   WELCOME: its process, a range of shared memory
-    CALLS, ITEM_CALLS: ids, inputs, options -->
+    CALLS, ITEM_CALLS: ids, inputs,
+    options, contexts                       -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
     ABANDON, PRIORITY, RECONFIGURE, OBSERVE, PING  -->
                                             <--   STATE, FREED_INPUTS, LOG, EVENT, REPORT, PONG
+                                            <--   FOLLOW: batch
+    BATCH_CONTEXTS: context managers        -->
+                                            <--   FOLLOWED: its answer or loss
+    RELOAD: number, model                   -->
+                                            <--   GENERATION, to each API process: a reload begins
+                                            <--   GENERATION, to each: the model of all workers
+                                            <--   RELOADED: number, error
     STATE_READ                              -->
                                             <--   RESEND: ids
     RESENT: id, input                       -->
@@ -23,7 +31,7 @@ import io
 import pickle
 from typing import Any, NamedTuple
 
-from fast_batcher._core.values import Failure, Request
+from fast_batcher._core.values import Failure, Group, Request
 from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, RemoteTraceback
@@ -49,6 +57,22 @@ MAX_DESCRIPTORS = 2
 assert MAX_FRAME_BYTES > FRAME_SIZE, "one value may be a frame"
 
 
+class Generation(NamedTuple):
+    """A model that all workers have loaded, or shall load.
+
+    Each API process remembers the last one, and tells it to the next host. Of two the one with the
+    higher number is used by all.
+    """
+
+    # Of the reload that has brought it; 0 for the arguments of the construction.
+    number: int
+    # `ModelSpec.pickled` and `ModelSpec.weights`.
+    model: bytes
+    weights: str
+    # Texts and paths in the model's arguments, which may name files.
+    named_paths: list[str]
+
+
 class Hello(NamedTuple):
     """An API process introduces itself."""
 
@@ -59,14 +83,14 @@ class Hello(NamedTuple):
     has_groups: bool
     name: str
     model_name: str
-    model: bytes
+    generation: Generation
+    # As in `ModelSpec`.
+    methods: tuple[tuple[str, int | None], ...]
     sys_path: list[str]
     # Levels of the root logger and of the library's, and `logging.captureWarnings`.
     root_level: int
     library_level: int
     captures_warnings: bool
-    # Texts and paths in the model's arguments, which may name files.
-    named_paths: list[str]
     # Whether events are wanted.
     observes: bool
     # The process after whose death no further API process will come, or None.
@@ -142,7 +166,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
             request.target,
             request.priority,
             request.cost,
-            None if request.group is None else request.group.key,
+            None if request.group is None else name_group(request.group),
             request.size,
         )
         for position, request in enumerate(requests)
@@ -153,6 +177,11 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
         or request.cost != 1.0
         or request.size >= 0
     }
+
+
+def name_group(group: Group) -> tuple[str | None, bytes | None]:
+    """Return the method and the packed key of a group, None for none."""
+    return None if group.method is None else group.method.name, group.key
 
 
 def pack_key(key: Any) -> bytes:
@@ -199,14 +228,14 @@ def unpack_failure(packed: tuple[Any, ...]) -> Failure:
     return Failure(SerializedError(*packed).to_error())
 
 
-def pack_start_error(error: BatcherError) -> tuple[bytes, str]:
-    """Pack the error of a failed start, and the traceback that is its cause."""
+def pack_error(error: BatcherError) -> tuple[bytes, str]:
+    """Pack an error that is not about a request, and the traceback that is its cause."""
     cause = error.__cause__
     return dumps(error), cause.args[0] if isinstance(cause, RemoteTraceback) else ""
 
 
-def unpack_start_error(packed: tuple[bytes, str]) -> BatcherError:
-    """Make the error of a failed start."""
+def unpack_error(packed: tuple[bytes, str]) -> BatcherError:
+    """Make the error that `pack_error` has packed."""
     error: BatcherError = loads(packed[0])
     if packed[1]:
         error.__cause__ = RemoteTraceback(packed[1])

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -29,28 +30,47 @@ from fast_batcher._host.protocol import (
     FRAME_ROOM,
     MAX_RANGES,
     SHARED_PART,
+    Generation,
     Hello,
     HostState,
     Welcome,
-    pack_start_error,
+    pack_error,
 )
 from fast_batcher._host.rendezvous import check_peer
-from fast_batcher._host.tenant import HostSender, OpaquePickler, OpaqueReader, Tenant
+from fast_batcher._host.tenant import (
+    HostSender,
+    OpaquePickler,
+    OpaqueReader,
+    Tenant,
+    find_followed,
+)
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerProcess
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import Status
+from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.outcomes import Ledger, set_exception
 from fast_batcher._session.session import LocalSession
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher._transport.logs import pack_record
-from fast_batcher._transport.pickling import dumps, loads
-from fast_batcher.errors import NotReadyError, WorkerStartupError
+from fast_batcher._transport.pickling import dumps, loads, one_line
+from fast_batcher.errors import (
+    BatcherError,
+    ConfigurationError,
+    NotReadyError,
+    WorkerStartupError,
+)
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
+from fast_batcher.observing import (
+    BatchAnswered,
+    BatchDispatched,
+    BatchLost,
+    Observer,
+    RequestEnded,
+    WorkerChanged,
+)
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
 # Finds an API process, None without one.
@@ -88,12 +108,36 @@ class EventForwarder(Observer):
     def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
 
-    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged) -> None:
+    def _report(self, event: RequestEnded | WorkerChanged) -> None:
         reporter = self._find_reporter()
         if reporter is not None:
             reporter.tell(Kind.EVENT, dumps(event))
 
-    batch_answered = request_ended = worker_changed = _send
+    request_ended = worker_changed = _report
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Report an answered batch, and tell the process that follows it."""
+        followed, event = event.dispatched, replace(event, dispatched=None)
+        reporter = self._find_reporter()
+        if reporter is not None:
+            reporter.tell(Kind.EVENT, dumps(event), number=followed is not None)
+        if followed is not None:
+            at = {id(context): position for position, context in enumerate(followed.contexts)}
+            positions = [at.get(id(request.context)) for request in event.requests]
+            _end_followed(followed, event, positions)
+
+    def batch_lost(self, event: BatchLost) -> None:
+        """Tell the process that follows it of a batch without an answer."""
+        _end_followed(event.dispatched, event.reason, [])
+
+
+def _end_followed(
+    dispatched: BatchDispatched, end: BatchAnswered | str, positions: list[int | None]
+) -> None:
+    contexts: Any = dispatched.contexts
+    followed = find_followed(contexts)
+    assert followed is not None, "otherwise no process was told of it"
+    followed.tenant.end_batch(dispatched.batch_id, end, positions)
 
 
 logger = logging.getLogger("fast_batcher")
@@ -211,10 +255,16 @@ class HostSession(LocalSession):
         status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
         self._range_size = hello.settings["max_shared_bytes"] // SHARED_PART // PAGE * PAGE
-        self._named_paths = hello.named_paths
-        # States of the files that the first worker has loaded.
+        # The model of the workers; and the model of the reload that runs, None without one.
+        self.generation = hello.generation
+        self._next: Generation | None = None
+        # States of the files that the first worker of each of them has loaded.
         self._loaded: dict[str, FileState] = {}
-        super().__init__(ModelSpec(hello.model_name, hello.model), settings, status, ledger)
+        self._loaded_next: dict[str, FileState] = {}
+        _, model, weights, _ = self.generation
+        model_spec = ModelSpec(hello.model_name, model, methods=hello.methods, weights=weights)
+        super().__init__(CurrentModel(model_spec), settings, status, ledger)
+        self.number_generation(self.generation.number)
         slabs = self.memory.slabs
         self.ranges = MemoryRanges(
             slabs if isinstance(slabs, Slabs) else None,
@@ -228,9 +278,10 @@ class HostSession(LocalSession):
         return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
 
     def _make_sender(self) -> BatchSender:
-        return HostSender(
+        self.host_sender = HostSender(
             self.settings, self.memory, self.pool.workers, self, self._name, OpaquePickler()
         )
+        return self.host_sender
 
     def _make_evaluator(self, methods: Sequence[Method]) -> None:
         """Make none: the API processes have called the user's functions."""
@@ -247,12 +298,35 @@ class HostSession(LocalSession):
     def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches."""
         super().worker_ready(worker, times)
-        named = {path: read_state(path) for path in self._named_paths}
+        generation, loaded = self.generation, self._loaded
+        if self._next is not None and worker.model_spec is not self._model.spec:
+            generation, loaded = self._next, self._loaded_next
+        named = {path: read_state(path) for path in generation.named_paths}
         for path, state in {**worker.module_files, **named}.items():
             if state is not None:
                 # A later worker may have loaded a file that has changed.
-                self._loaded.setdefault(path, state)
+                loaded.setdefault(path, state)
         self._on_change()
+
+    async def load_generation(self, generation: Generation) -> None:
+        """Replace the workers by workers with the model of a generation."""
+        await self.status.wait_while_opening()
+        if self.status.start_error is not None:
+            raise self.status.start_error
+        self._next, self._loaded_next = generation, {}
+        try:
+            await self.reload(
+                replace(self._model.spec, pickled=generation.model, weights=generation.weights)
+            )
+            self.generation, self._loaded = generation, self._loaded_next
+            self.number_generation(generation.number)
+        finally:
+            self._next = None
+
+    def number_generation(self, number: int) -> None:
+        """Set the number of the present generation."""
+        self.generation = self.generation._replace(number=number)
+        self._ledger.counters.generation = number
 
     def observe(self, observer: Observer) -> None:
         """Call an observer from now on, once."""
@@ -266,7 +340,7 @@ class HostSession(LocalSession):
         if isinstance(error, NotReadyError):
             given_up = (self.status.given_up or "", error.retry_after or 0.0)
         elif error is not None:
-            start_error = pack_start_error(error)
+            start_error = pack_error(error)
         state = HostState(
             state=str(self.status.state),
             workers_ready=self.load[0],
@@ -332,10 +406,15 @@ class HostServer:
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
-        self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
+        # By method and key.
+        self._groups: WeakValueDictionary[tuple[str | None, bytes | None], Group]
+        self._groups = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
         self._session: HostSession | None = None
+        # The reload that runs, None without one; and the last generation that an API process knows.
+        self._reload: asyncio.Task[None] | None = None
+        self._newest: Generation | None = None
         self._is_push_scheduled = False
         self._supervisor = -1
         self._end_timer: asyncio.TimerHandle | None = None
@@ -416,13 +495,15 @@ class HostServer:
 
     def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
         """Handle a frame that is not about requests."""
-        kind, session = frame.kind, self._session
-        if tenant.id in self._strangers:
-            if kind == Kind.HELLO:
-                self._strangers.pop(tenant.id)[1].cancel()
-                self._admit(tenant, Hello(*loads(frame.body)))
-            return
-        assert session is not None, "the first HELLO has begun it"
+        if tenant.id not in self._strangers:
+            assert self._session is not None, "the first HELLO has begun it"
+            self._take_control(tenant, self._session, frame)
+        elif frame.kind == Kind.HELLO:
+            self._strangers.pop(tenant.id)[1].cancel()
+            self._admit(tenant, Hello(*loads(frame.body)))
+
+    def _take_control(self, tenant: Tenant, session: HostSession, frame: Frame) -> None:
+        kind = frame.kind
         if kind == Kind.PING:
             tenant.send(Kind.PONG)
         elif kind == Kind.STATE_READ:
@@ -431,6 +512,9 @@ class HostServer:
             self._observe(tenant, session)
         elif kind == Kind.RECONFIGURE:
             session.reconfigure(session.settings.changed(loads(frame.body)))
+        elif kind == Kind.RELOAD:
+            call, fields = loads(frame.body)
+            self._begin_reload(session, Generation(*fields), tenant, call)
         elif kind == Kind.GOODBYE:
             self._see_off(tenant, session)
 
@@ -492,14 +576,23 @@ class HostServer:
             self._release_output()
         if hello.observes:
             self._observe(tenant, session)
+        self._compare_generations(session, hello.generation, tenant)
         tenant.send(Kind.STATE, session.pack_state())
 
-    def find_group(self, key: bytes) -> Group:
-        """Return the group of requests with this pickled key."""
-        group = self._groups.get(key)
+    def find_group(self, method: str | None, key: bytes | None) -> Group:
+        """Return the group of the requests of a method that have this packed key."""
+        group = self._groups.get((method, key))
         if group is None:
-            group = self._groups[key] = Group(key)
+            session = self._session
+            assert session is not None, "the first HELLO has begun it"
+            of = None if method is None else session.methods[method]
+            group = self._groups[method, key] = Group(key, of)
         return group
+
+    def contexts_arrived(self) -> None:
+        """Look for contexts in each batch from now on."""
+        assert self._session is not None, "a session has accepted their requests"
+        self._session.host_sender.has_contexts = True
 
     @property
     def room(self) -> int:
@@ -522,6 +615,67 @@ class HostServer:
         self._watch_supervisor(hello.supervisor)
         session.begin()
         return session
+
+    # Reloads. All processes hear of the beginning and the end of a reload between the answers, so
+    # that each knows which answers may be of which model.
+
+    def _compare_generations(
+        self, session: HostSession, generation: Generation, tenant: Tenant
+    ) -> None:
+        """Let the workers follow a process with a later model, or let the process follow."""
+        if self._newest is None or generation.number > self._newest.number:
+            self._newest = generation
+        if self._reload is not None:
+            tenant.send(Kind.GENERATION, dumps(None))
+        elif self._newest.number > session.generation.number:
+            self._begin_reload(session, self._newest)
+        elif generation[:3] != session.generation[:3]:
+            tenant.send(Kind.GENERATION, dumps(tuple(session.generation)))
+
+    def _begin_reload(
+        self,
+        session: HostSession,
+        generation: Generation,
+        caller: Tenant | None = None,
+        call: int = 0,
+    ) -> None:
+        """Reload for a process that has called it; without one for all that have a later model."""
+        if self._reload is not None and caller is not None:
+            error = ConfigurationError(f"{session.status.name}: a reload runs; wait for its end")
+            caller.send(Kind.RELOADED, dumps((call, pack_error(error))))
+            return
+        for tenant in self._tenants.values():
+            tenant.send(Kind.GENERATION, dumps(None))
+        work = self._run_reload(session, generation, caller, call)
+        self._reload = self._loop.create_task(work, context=Context())
+
+    async def _run_reload(
+        self, session: HostSession, generation: Generation, caller: Tenant | None, call: int
+    ) -> None:
+        error: BatcherError | None = None
+        try:
+            await session.load_generation(generation)
+        except Exception as raised:  # noqa: BLE001  the caller gets it
+            error = raised if isinstance(raised, BatcherError) else BatcherError(one_line(raised))
+        self._reload = None
+        newest = self._newest
+        assert newest is not None, "each process names its generation"
+        is_loaded = error is None
+        is_called = caller is not None
+        # A new model is later than all others; so is the present one if a later cannot be loaded.
+        if is_loaded == is_called:
+            session.number_generation(newest.number + 1)
+            newest = self._newest = session.generation
+        self._push()
+        body = dumps(tuple(session.generation))
+        # The caller last: what it knows of all others know if this process dies now.
+        for tenant in sorted(self._tenants.values(), key=lambda tenant: tenant is caller):
+            tenant.send(Kind.GENERATION, body)
+        if caller is not None:
+            packed = None if error is None else pack_error(error)
+            caller.send(Kind.RELOADED, dumps((call, packed)))
+        if newest.number > session.generation.number:
+            self._begin_reload(session, newest)
 
     def _observe(self, tenant: Tenant, session: HostSession) -> None:
         session.observe(self._events)

@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._core.values import Batch, Failure, Group, Request
@@ -22,13 +23,16 @@ from fast_batcher._host.protocol import (
     measure_packed,
     pack_outcome,
 )
+from fast_batcher._observers import Carried
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import CopyState, StagedInput
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._session.outcomes import OutcomeReader
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.channels import Frame, Kind, LoopChannel
+from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
 from fast_batcher._transport.pickling import SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, UnsendableValueError
+from fast_batcher.observing import BatchAnswered, BatchDispatched
 
 if TYPE_CHECKING:
     from fast_batcher._session.session import Session
@@ -86,20 +90,75 @@ class OpaqueReader(OutcomeReader):
         return Failure(OpaqueError(error))
 
 
+class CallerContext:
+    """The context of a caller in an API process. Events have None for it in other processes."""
+
+    __slots__ = ("is_followed", "managers", "request_id", "tenant")
+
+    def __init__(
+        self, tenant: "Tenant", request_id: int, managers: list[bytes], *, is_followed: bool
+    ) -> None:
+        self.tenant = tenant
+        self.request_id = request_id
+        # As in `fast_batcher._observers.Carried`.
+        self.managers = managers
+        self.is_followed = is_followed
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Be pickled as None."""
+        return type(None), ()
+
+
+def find_followed(contexts: Sequence[CallerContext | None]) -> CallerContext | None:
+    """Return the context of the caller whose process follows a batch, None without one."""
+    present = (context for context in contexts if context is not None)
+    return next((context for context in present if context.is_followed), None)
+
+
 class HostSender(BatchSender):
-    """A `BatchSender` that asks API processes for inputs that it does not have."""
+    """A `BatchSender` that asks API processes for inputs and contexts that it does not have."""
+
+    # Whether a caller has ever had a context.
+    has_contexts = False
 
     def send(
         self, batch: Batch, contexts: Sequence[bytes] = ()
     ) -> list[tuple[Request, BatcherError]]:
         """Send a batch to its worker, as soon as all of its inputs are here."""
         requests = batch.requests
+        if self.has_contexts:
+            self._send_contexts(batch)
         if any(request.staged is None or request.staged.slab is None for request in requests):
             absent = [request.value for request in requests if type(request.value) is RowInput]
             if absent:
+                self._announce(batch, contexts)
                 self._send_later(batch, absent)
                 return []
         return super().send(batch, contexts)
+
+    def _send_contexts(self, batch: Batch) -> None:
+        """Send the contexts in which a batch is computed; its inputs wait behind them."""
+        contexts: list[CallerContext | None] = [request.context for request in batch.requests]
+        present = [context for context in contexts if context is not None]
+        if not present:
+            return
+        worker = self._workers[batch.worker]
+        followed = find_followed(contexts)
+        if followed is None:
+            worker.send(Kind.CONTEXTS, batch.id, dumps(present[0].managers))
+            return
+        batch.dispatched = BatchDispatched(
+            model=self._name,
+            worker=worker.index,
+            batch_id=batch.id,
+            size=len(batch.requests),
+            cost=sum([request.cost for request in batch.requests]),
+            release=str(batch.release),
+            dispatched_at=batch.sent_at,
+            contexts=contexts,  # type: ignore[arg-type]  # stand for those of API processes
+        )
+        fill = functools.partial(_fill_contexts, worker, worker.reserve(), batch.id)
+        followed.tenant.follow(batch.dispatched, followed.managers, fill)
 
     def _send_later(self, batch: Batch, absent: list[RowInput]) -> None:
         """Keep the batch's position among the frames of its worker until the inputs are here."""
@@ -113,6 +172,13 @@ class HostSender(BatchSender):
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
 
 
+def _fill_contexts(
+    worker: WorkerProcess, reservation: Reservation, batch_id: int, managers: list[bytes]
+) -> None:
+    frames = [(Kind.CONTEXTS, batch_id, dumps(managers))] if managers else []
+    worker.fill(reservation, frames)
+
+
 def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> None:
     waiting.discard(arrived)
     if not waiting:
@@ -122,9 +188,9 @@ def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> 
 logger = logging.getLogger("fast_batcher")
 
 
-# Seconds for which a batch waits for an input that an API process sends once more: a process that
-# is stopped must not keep a worker from the others.
-RESEND_TIMEOUT = 5.0
+# Seconds for which a batch waits for an API process: for an input that it sends once more, or for
+# the contexts of its observers. A stopped process must not keep a worker from the others.
+ANSWER_TIMEOUT = 5.0
 # Frames of news that wait for an API process that does not read; further ones are dropped.
 MOST_NEWS = 256
 
@@ -134,6 +200,16 @@ class _Row(NamedTuple):
 
     staged: StagedInput
     value: RowInput
+
+
+def _finish_follow(
+    timer: asyncio.TimerHandle,
+    fill: Callable[[list[bytes]], None],
+    managers: list[bytes],
+    given: list[bytes] | None,
+) -> None:
+    timer.cancel()
+    fill(managers if given is None else given)
 
 
 class HostCaller:
@@ -163,8 +239,11 @@ class TenantEvents(Protocol):
     def tenant_vanished(self, tenant: "Tenant", /) -> None:
         """Handle the end of the connection, or a broken protocol."""
 
-    def find_group(self, key: bytes, /) -> Group:
-        """Return the group of requests with this key."""
+    def find_group(self, method: str | None, key: bytes | None, /) -> Group:
+        """Return the group of the requests of a method that have this packed key."""
+
+    def contexts_arrived(self) -> None:
+        """Take note of requests whose callers have contexts."""
 
     @property
     def room(self) -> int:
@@ -193,6 +272,8 @@ class Tenant:
         self._received = 0
         # Inputs that were asked for once more, by the request's id.
         self._asked: dict[int, RowInput] = {}
+        # Batches that wait for contexts, by id.
+        self._following: dict[int, Callable[[list[bytes] | None], None]] = {}
         # Answers of this turn of the loop.
         self._ids: list[int] = []
         self._outcomes: list[Any] = []
@@ -211,23 +292,30 @@ class Tenant:
 
     def _take(self, frame: Frame) -> None:
         if frame.kind == Kind.CALLS:
-            ids, body, options = loads(frame.body)
-            self._submit(ids, loads(body), options)
+            ids, body, options, contexts = loads(frame.body)
+            self._submit(ids, loads(body), options, contexts)
         elif frame.kind == Kind.ITEM_CALLS:
-            ids, packed, options = loads(frame.body)
-            self._submit(
-                ids, [self._unpack(*pair) for pair in zip(ids, packed, strict=True)], options
-            )
+            ids, packed, options, contexts = loads(frame.body)
+            values = [self._unpack(*pair) for pair in zip(ids, packed, strict=True)]
+            self._submit(ids, values, options, contexts)
         elif frame.kind == Kind.ABANDON:
             self._abandon(loads(frame.body))
         elif frame.kind == Kind.PRIORITY:
             self._raise_priority(*loads(frame.body))
         elif frame.kind == Kind.RESENT:
             self._take_resent(*loads(frame.body))
+        elif frame.kind == Kind.BATCH_CONTEXTS:
+            self._take_contexts(*loads(frame.body))
         else:
             self._events.control_frame_arrived(self, frame)
 
-    def _submit(self, ids: list[int], values: list[Any], options: dict[int, Any]) -> None:
+    def _submit(
+        self,
+        ids: list[int],
+        values: list[Any],
+        options: dict[int, Any],
+        contexts: dict[int, Carried] | None,
+    ) -> None:
         session = self.session
         assert session is not None, "HELLO is the first frame"
         self._received += len(ids)
@@ -239,6 +327,18 @@ class Tenant:
                 request.staged, request.value = value
             self._requests[request_id] = request
             session.accept(request)
+        if contexts:
+            self._note_contexts(ids, contexts)
+
+    def _note_contexts(self, ids: list[int], contexts: dict[int, Carried]) -> None:
+        """Give requests that have just arrived the contexts of their callers."""
+        for position, (managers, is_followed) in contexts.items():
+            request = self._requests.get(ids[position])
+            if request is not None:
+                request.context = CallerContext(
+                    self, ids[position], managers, is_followed=is_followed
+                )
+        self._events.contexts_arrived()
 
     def _abandon(self, ids: list[int]) -> None:
         for request_id in ids:
@@ -259,7 +359,7 @@ class Tenant:
         target: float | None,
         priority: int,
         cost: float,
-        group: bytes | None,
+        group: tuple[str | None, bytes | None] | None,
         size: int,
     ) -> None:
         """Set what makes a request differ from an ordinary one."""
@@ -271,7 +371,7 @@ class Tenant:
         request.size = size
         request.cost = cost
         if group is not None:
-            request.group = self._events.find_group(group)
+            request.group = self._events.find_group(*group)
 
     def _unpack(self, request_id: int, packed: Any) -> Any:
         if isinstance(packed, bytes):
@@ -285,7 +385,7 @@ class Tenant:
     def _ask(self, request_id: int, value: RowInput) -> None:
         self._asked[request_id] = value
         self.send(Kind.RESEND, dumps([request_id]))
-        seconds = 0.0 if self.is_gone else RESEND_TIMEOUT
+        seconds = 0.0 if self.is_gone else ANSWER_TIMEOUT
         self._loop.call_later(seconds, self._take_resent, request_id, None, context=Context())
 
     def _take_resent(self, request_id: int, item: bytes | None) -> None:
@@ -297,6 +397,44 @@ class Tenant:
             request.value = Pickled(item)
         if value is not None:
             value.finish()
+
+    # Batches that observers of the process follow.
+
+    def follow(
+        self, event: BatchDispatched, managers: list[bytes], fill: Callable[[list[bytes]], None]
+    ) -> None:
+        """Tell the process of a batch; `fill` gets the contexts of its observers.
+
+        If it does not answer, `fill` gets these managers, of one of its callers.
+        """
+        if self.is_gone or self.is_stalled:
+            fill(managers)
+            return
+        contexts: Sequence[Any] = event.contexts
+        callers = [None if context is None else self._describe(context) for context in contexts]
+        self.send(Kind.FOLLOW, dumps((replace(event, contexts=()), callers)))
+        timer = self._loop.call_later(
+            ANSWER_TIMEOUT, self._take_contexts, event.batch_id, None, context=Context()
+        )
+        self._following[event.batch_id] = functools.partial(_finish_follow, timer, fill, managers)
+
+    def _describe(self, context: CallerContext) -> int | list[bytes]:
+        """Return the request's id of a caller of this process, the managers of another."""
+        return context.request_id if context.tenant is self else context.managers
+
+    def _take_contexts(self, batch_id: int, managers: list[bytes] | None) -> None:
+        """Go on with a batch that waits for the contexts of observers, which need not have come."""
+        finish = self._following.pop(batch_id, None)
+        if finish is not None:
+            finish(managers)
+
+    def end_batch(self, batch_id: int, end: BatchAnswered | str, positions: list[Any]) -> None:
+        """Tell the process of the answer of a batch that it follows, or of its loss.
+
+        After the answers of this turn, so that the callers do not wait for observers.
+        """
+        body = dumps((batch_id, end, positions))
+        self._loop.call_soon(self.send, Kind.FOLLOWED, body, context=Context())
 
     # Answers.
 
@@ -361,10 +499,10 @@ class Tenant:
         if not self.is_gone:
             self._channel.send(kind, number, body)
 
-    def tell(self, kind: int, body: bytes) -> None:
+    def tell(self, kind: int, body: bytes, number: int = 0) -> None:
         """Send news that the process may miss: states, events and log records."""
         if not self.is_stalled:
-            self.send(kind, body)
+            self.send(kind, body, number)
 
     def leave(self) -> None:
         """Cancel its requests; the connection stays open for the farewell."""
@@ -374,6 +512,8 @@ class Tenant:
                 self.session.abandon(request)
         for request_id in [*self._asked]:
             self._take_resent(request_id, None)
+        for batch_id in [*self._following]:
+            self._take_contexts(batch_id, None)
 
     def close(self) -> None:
         """Close the connection; its process waits for that after its goodbye."""

@@ -39,7 +39,7 @@ from fast_batcher._parent.worker_process import Exit, WorkerProcess, WorkerState
 from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.channels import Frame, Kind
-from fast_batcher.errors import BatcherClosedError, ConfigurationError, WorkerStartupError
+from fast_batcher.errors import BatcherClosedError, WorkerStartupError
 from fast_batcher.model import ModelSpec, is_main_importable
 from fast_batcher.observing import WorkerChange, WorkerChanged
 from fast_batcher.settings import Settings
@@ -113,10 +113,14 @@ class Replica:
         # A process that loads its model while the worker that it will replace still serves.
         self.successor: WorkerProcess | None = None
         self.restart_timer: TimerHandle | None = None
-        self.restarts = Restarts(
-            settings.max_restarts, settings.restart_window, settings.restart_backoff
-        )
-        # The restart budget is spent, and no worker has been ready since.
+        self._budget = settings.max_restarts, settings.restart_window, settings.restart_backoff
+        # Whether the restart budget is spent, and no worker has been ready since.
+        self.is_given_up: bool
+        self.renew_budget()
+
+    def renew_budget(self) -> None:
+        """Give it a full restart budget."""
+        self.restarts = Restarts(*self._budget)
         self.is_given_up = False
 
 
@@ -167,6 +171,10 @@ class Reloading:
             replica.model_spec = self._before
         self._advance()
 
+    def budget_spent(self) -> None:
+        """Start the next replacement at once, if it would wait for the restart of a worker."""
+        self._advance()
+
     def fail(self, error: BaseException) -> None:
         """End with an error, because the pool ends."""
         if not self.done.done():
@@ -185,9 +193,11 @@ class Reloading:
         replica = self._replicas[index]
         replica.model_spec = self._target
         worker = replica.worker
+        if worker is None and replica.is_given_up:
+            replica.renew_budget()
+            self._start(replica)
         # A worker that loads, or will be restarted, comes first: `worker_ready` goes on.
-        is_serving = worker is not None and worker.state is WorkerState.READY
-        if is_serving and replica.successor is None:
+        elif worker is not None and worker.state is WorkerState.READY and replica.successor is None:
             self._start(replica)
 
     def _finish(self) -> None:
@@ -425,8 +435,7 @@ class Pool:
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
-        if self.reloading is not None:
-            raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
+        assert self.reloading is None, "the session allows one at a time"
         self.reloading = Reloading(self._replicas, model_spec, self._start, self._name)
         try:
             await self.reloading.done
@@ -435,7 +444,9 @@ class Pool:
 
     def _start(self, replica: Replica) -> None:
         """Start the worker of a replica without one, or the successor of its worker."""
-        replica.restart_timer = None
+        if replica.restart_timer is not None:
+            replica.restart_timer.cancel()
+            replica.restart_timer = None
         if self.is_closing:
             return
         slabs = self._memory.slabs
@@ -535,6 +546,8 @@ class Pool:
             timers = [other.restart_timer for other in self._replicas]
             next_try = min(timer.when() for timer in timers if timer is not None)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
+        if is_given_up and self.reloading is not None:
+            self.reloading.budget_spent()
 
     def _beat(self) -> None:
         """Ping the idle workers, and replace the workers that have not answered the last ping."""

@@ -106,11 +106,8 @@ class BatchSender:
         """
         requests = batch.requests
         worker = self._workers[batch.worker]
-        if contexts:
-            worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
-        group = requests[0].group
-        if group is not None and group.method is not None:
-            worker.send(Kind.METHOD, batch.id, group.method.name.encode())
+        if contexts or requests[0].group is not None:
+            self._announce(batch, contexts)
         if requests[0].staged is not None and self._send_staged(batch, worker):
             return []
         values = [*map(_value_of, requests)]
@@ -119,6 +116,15 @@ class BatchSender:
             worker.send(Kind.INPUT_ATOMS, batch.id, body)
             return []
         return self._send_apart(batch, values, worker)
+
+    def _announce(self, batch: Batch, contexts: Sequence[bytes]) -> None:
+        """Send what precedes the inputs of a batch: its contexts, and its method."""
+        worker = self._workers[batch.worker]
+        if contexts:
+            worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
+        group = batch.requests[0].group
+        if group is not None and group.method is not None:
+            worker.send(Kind.METHOD, batch.id, group.method.name.encode())
 
     def _send_apart(
         self, batch: Batch, values: list[Any], worker: WorkerProcess

@@ -26,7 +26,7 @@ from fast_batcher._arrays.joining import is_much
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import Status
+from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.offload import offload
 from fast_batcher._session.outcomes import Ledger, is_beyond_reach, set_exception, timeout_of
 from fast_batcher._session.output_cache import EXITS, OutputCache
@@ -191,14 +191,20 @@ class CachingSession(Session):
     """A session with a cache before another session."""
 
     def __init__(
-        self, inner: Session, settings: Settings, status: Status, ledger: Ledger, weights: str
+        self,
+        inner: Session,
+        model: CurrentModel,
+        settings: Settings,
+        status: Status,
+        ledger: Ledger,
     ) -> None:
         assert settings.cache is not None, "otherwise there is no use for this object"
-        super().__init__(inner.binding, inner.methods, settings, status, ledger)
+        super().__init__(inner.binding, [*inner.methods.values()], settings, status, ledger)
         self._inner = inner
         self._cache = OutputCache(settings.cache, self._name)
-        # Part of the keys.
-        self._weights = weights
+        # Its weights are part of the keys.
+        self._model = model
+        model.when_reloading = self._stop_caching
         # The computations that further callers may join, by key; and those of each open call.
         self._by_key: dict[Any, _Computation] = {}
         self._joined: dict[Request, _Computation] = {}
@@ -207,8 +213,6 @@ class CachingSession(Session):
         self._deliveries = Deliveries(self._give)
         # The deadlines of the open calls.
         self._calls = OpenCalls(settings.timeout, idempotent=settings.idempotent)
-        # Calls of `reload` that have not returned.
-        self._reloads = 0
 
     # Calls.
 
@@ -236,7 +240,7 @@ class CachingSession(Session):
             )
             self._ledger.reject(request, QueueFullError(text), "queue full")
         else:
-            computation = _Computation(key, self, is_cacheable=not self._reloads)
+            computation = _Computation(key, self, is_cacheable=not self._model.is_reloading)
             self._by_key[key] = computation
             self._join(request, computation)
             self._look_up(computation)
@@ -245,8 +249,8 @@ class CachingSession(Session):
         """Return the key of an output: of the input, the method and the weights."""
         key = self._key_of(request.value)
         named = [] if request.group is None else [request.group.method.name]
-        if self._weights:
-            named.append(self._weights)
+        if self._model.spec.weights:
+            named.append(self._model.spec.weights)
         if not named:
             return key
         return ":".join([key, *named]) if isinstance(key, str) else (key, *named)
@@ -443,19 +447,19 @@ class CachingSession(Session):
         self._inner.reconfigure(settings)
         self.settings = settings
 
-    async def reload(self, model_spec: ModelSpec) -> None:
-        """Replace the workers by workers with another model; its outputs have other keys.
+    @property
+    def can_reload(self) -> bool:
+        """Whether `reload` can succeed; otherwise only another opening brings workers."""
+        return self._inner.can_reload
 
-        No output that is computed meanwhile is cached: it may be of the old or the new weights.
-        """
-        self._reloads += 1
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Replace the workers by workers with another model; its outputs have other keys."""
+        await self._inner.reload(model_spec)
+
+    def _stop_caching(self) -> None:
+        """Cache no output that is being computed: it may be of the old or the new weights."""
         for computation in self._by_key.values():
             computation.is_cacheable = False
-        try:
-            await self._inner.reload(model_spec)
-            self._weights = model_spec.weights
-        finally:
-            self._reloads -= 1
 
     def rebind(self, loop: AbstractEventLoop) -> None:
         """Continue on another event loop; the previous loop is closed, and its tasks with it."""

@@ -1,12 +1,13 @@
 """The life of a batcher: its state, its event loop, its owners, and signals. Event loop's thread.
 
     Status           the state, and the error that has broken the batcher
+    CurrentModel     the model that the workers load, over its reloads
     LoopBinding      the process, event loop and thread that a session belongs to
     Owners           the lifespans and `async with` blocks that keep it open
     CallOnSignal     runs a callback on a signal, then the previous handler; main thread
 
-A `Status` lives as long as its batcher; sessions come and go. Only `Status` changes the state, and
-it logs every change.
+`Status` and `CurrentModel` live as long as their batcher; sessions come and go. Only `Status`
+changes the state, and it logs every change.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from fast_batcher.errors import (
     BatcherError,
     NotReadyError,
 )
+from fast_batcher.model import ModelSpec
 
 # The number of no thread: a forked child has a copy of the loop, which says that it is running.
 _NO_THREAD = -1
@@ -252,6 +254,32 @@ class CallOnSignal(AbstractContextManager[None]):
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+class CurrentModel:
+    """The model that the workers of one batcher load, which a reload replaces."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        # Of the construction: by it other processes know the batcher.
+        self.first = spec
+        # Of the last reload that succeeded.
+        self.spec = spec
+        # Whether answers may be of another model than `spec`.
+        self.is_reloading = False
+        # Called when a reload begins; set by a cache.
+        self.when_reloading: Callable[[], None] | None = None
+
+    def begin_reload(self) -> None:
+        """Note that workers with another model are being started."""
+        self.is_reloading = True
+        if self.when_reloading is not None:
+            self.when_reloading()
+
+    def end_reload(self, spec: ModelSpec | None = None) -> None:
+        """Note that all workers have a new model, or with None the model of before."""
+        self.is_reloading = False
+        if spec is not None:
+            self.spec = spec
 
 
 # The remedies for a batcher that was not opened, in an app and in a script.

@@ -21,7 +21,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -52,7 +52,7 @@ from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerProcess
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import LoopBinding, Status
+from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import (
     CostEvaluator,
     Ledger,
@@ -68,6 +68,7 @@ from fast_batcher._transport.pickling import dumps, loads, measure_size
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
+    ConfigurationError,
     PoisonRequestError,
     TransportError,
     WorkerLostError,
@@ -91,15 +92,15 @@ class Session(ABC):
     def __init__(
         self,
         binding: LoopBinding,
-        methods: Mapping[str, Method],
+        methods: Sequence[Method],
         settings: Settings,
         status: Status,
         ledger: Ledger,
     ) -> None:
         # Process, event loop and thread of the session.
         self.binding = binding
-        # The methods of a model that has several, by name.
-        self.methods = methods
+        # The methods of the model, by name.
+        self.methods = {method.name: method for method in methods}
         self.settings = settings
         self.status = status
         self._ledger = ledger
@@ -164,6 +165,11 @@ class Session(ABC):
     @abstractmethod
     def reconfigure(self, settings: Settings) -> None:
         """Apply changed settings, which were checked before."""
+
+    @property
+    @abstractmethod
+    def can_reload(self) -> bool:
+        """Whether `reload` can succeed; otherwise only another opening brings workers."""
 
     @abstractmethod
     async def reload(self, model_spec: ModelSpec) -> None:
@@ -262,13 +268,11 @@ class LocalSession(Session):
     _reader = OutcomeReader()
 
     def __init__(
-        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
+        self, model: CurrentModel, settings: Settings, status: Status, ledger: Ledger
     ) -> None:
-        methods = [Method(*method, settings.batch_limit) for method in model_spec.methods]
-        binding = LoopBinding(status.name)
-        super().__init__(
-            binding, {method.name: method for method in methods}, settings, status, ledger
-        )
+        methods = [Method(*method, settings.batch_limit) for method in model.spec.methods]
+        super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
+        self._model = model
         self._observers = ledger.observers
         # Empty without observers.
         self._active = ledger.observers.active
@@ -277,7 +281,7 @@ class LocalSession(Session):
         self._evaluate = None if evaluator is None else evaluator.evaluate
         self.scheduler = _make_scheduler(settings, methods)
         self.memory = self._open_memory()
-        self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, self._name)
+        self.pool = Pool(model.spec, settings, self, self.memory, ledger.observers, self._name)
         self.sender = self._make_sender()
         self._arena = self.sender.arena
         # Types of inputs that may be staged; empty until the first large input.
@@ -731,10 +735,23 @@ class LocalSession(Session):
         self.run_soon()
         self.pool.rebind(loop)
 
+    @property
+    def can_reload(self) -> bool:
+        """Whether the batcher is not broken: its workers would wait for their next try."""
+        return self.status.state is not State.BROKEN
+
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers by workers with another model."""
-        await self.pool.reload(model_spec)
-        self._ledger.counters.generation += 1
+        if self._model.is_reloading:
+            raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
+        self._model.begin_reload()
+        loaded = None
+        try:
+            await self.pool.reload(model_spec)
+            loaded = model_spec
+            self._ledger.counters.generation += 1
+        finally:
+            self._model.end_reload(loaded)
 
     def begin_drain(self) -> None:
         """Reject new requests, and finish the accepted ones."""

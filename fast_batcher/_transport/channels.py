@@ -123,6 +123,8 @@ class Kind:
     OBSERVE = 38  # send events from now on
     PRIORITY = 40  # pickled (id of a request, its higher priority)
     STATE_READ = 41  # the answer to STATE
+    RELOAD = 42  # pickled (number of the call, fields of a `Generation`)
+    BATCH_CONTEXTS = 43  # the answer to FOLLOW: pickled (batch id, list as in CONTEXTS)
     GOODBYE = 39  # the batcher is closed
     # host to API process
     WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
@@ -133,8 +135,15 @@ class Kind:
     RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more
     FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
     LOG = 58  # a log record
-    EVENT = 55  # a pickled event for observers
+    # A pickled event for observers; with batch id 1 for those alone that do not follow batches.
+    EVENT = 55
     REPORT = 57  # pickled: whether this process reports for all from now on
+    # Pickled None: a reload has begun. The pickled fields of a `Generation`: it has ended.
+    GENERATION = 59
+    RELOADED = 60  # pickled (number of the call, None or its error as `pack_error` packs it)
+    FOLLOW = 61  # pickled (fields of a `BatchDispatched`, contexts by position): it is dispatched
+    # Pickled (batch id, `BatchAnswered` or reason of its loss, positions of the answered requests).
+    FOLLOWED = 62
     FAREWELL = 56  # the answer to GOODBYE, the last frame: as STATE
 
 

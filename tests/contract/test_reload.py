@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from models.versions import Versioned
-from sessions import pids_of
+from sessions import Make, host_of, make, own_directory, pids_of
+from shared_client import client
+from shared_client import make as shared
 from waits import ONE_LOOP, assert_balance, outcome, until
 
 from fast_batcher import (
@@ -17,8 +19,12 @@ from fast_batcher import (
     ConfigurationError,
     DynBatcher,
     NotReadyError,
+    WorkerLostError,
     WorkerStartupError,
 )
+from fast_batcher.caching import LRUCache
+
+__all__ = ["make", "own_directory"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -57,8 +63,8 @@ async def versions_of(batcher: DynBatcher[Any, Any]) -> set[str]:
     return {version for version, _ in answers}
 
 
-async def test_a_reload_under_load_loses_nothing_and_keeps_every_worker_ready() -> None:
-    batcher = DynBatcher(
+async def test_a_reload_under_load_loses_nothing_and_keeps_every_worker_ready(make: Make) -> None:
+    batcher = make(
         Versioned, 4, num_workers=2, model_args=("one",), model_kwargs={"seconds": 0.002}
     )
     async with batcher:
@@ -83,8 +89,10 @@ async def test_a_reload_under_load_loses_nothing_and_keeps_every_worker_ready() 
 
 @pytest.mark.parametrize("version", ["bad", "deadly"])
 @pytest.mark.filterwarnings("ignore:num_workers")
-async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(version: str) -> None:
-    batcher = DynBatcher(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
+async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(
+    make: Make, version: str
+) -> None:
+    batcher = make(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
     async with batcher:
         load = Load(batcher)
         reason = "no weights for bad" if version == "bad" else "SIGKILL"
@@ -100,10 +108,12 @@ async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(version: 
         assert await versions_of(batcher) == {"two"}
 
 
-async def test_workers_that_were_replaced_go_back_when_a_later_one_fails(tmp_path: Path) -> None:
+async def test_workers_that_were_replaced_go_back_when_a_later_one_fails(
+    make: Make, tmp_path: Path
+) -> None:
     weights = tmp_path / "weights"
     weights.touch()
-    batcher = DynBatcher(Versioned, 4, num_workers=2, model_args=("one",))
+    batcher = make(Versioned, 4, num_workers=2, model_args=("one",))
     async with batcher:
         load = Load(batcher)
         # The first replacement takes the file, so that the second one cannot load it.
@@ -117,8 +127,8 @@ async def test_workers_that_were_replaced_go_back_when_a_later_one_fails(tmp_pat
         assert (stats.generation, stats.restarts) == (0, 0)
 
 
-async def test_a_worker_that_dies_meanwhile_is_replaced_too() -> None:
-    batcher = DynBatcher(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
+async def test_a_worker_that_dies_meanwhile_is_replaced_too(make: Make) -> None:
+    batcher = make(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
     async with batcher:
         load = Load(batcher)
         workers = pids_of(batcher)
@@ -133,9 +143,9 @@ async def test_a_worker_that_dies_meanwhile_is_replaced_too() -> None:
         assert assert_balance(batcher).restarts > 0
 
 
-async def test_a_caller_that_leaves_does_not_stop_a_reload(tmp_path: Path) -> None:
+async def test_a_caller_that_leaves_does_not_stop_a_reload(make: Make, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
-    async with DynBatcher(Versioned, model_args=("one",)) as batcher:
+    async with make(Versioned, model_args=("one",)) as batcher:
         task = asyncio.create_task(batcher.reload(model_args=(f"waits {weights}",)))
         await until(lambda: len(pids_of(batcher)) == 2)
         with pytest.raises(ConfigurationError, match="a reload runs; wait for its end"):
@@ -148,8 +158,8 @@ async def test_a_caller_that_leaves_does_not_stop_a_reload(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("end", ["aclose", "stop"])
-async def test_a_reload_ends_with_its_batcher(end: str, tmp_path: Path) -> None:
-    batcher = DynBatcher(Versioned, model_args=("one",))
+async def test_a_reload_ends_with_its_batcher(make: Make, end: str, tmp_path: Path) -> None:
+    batcher = make(Versioned, model_args=("one",))
     await batcher.open()
     task = asyncio.create_task(batcher.reload(model_args=(f"waits {tmp_path / 'weights'}",)))
     await until(lambda: len(pids_of(batcher)) == 2)
@@ -162,10 +172,10 @@ async def test_a_reload_ends_with_its_batcher(end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["start failed", "restarts spent"])
-async def test_reload_of_a_broken_batcher_opens_it(how: str) -> None:
+async def test_reload_of_a_broken_batcher_opens_it(make: Make, how: str) -> None:
     deaths: Any = {"max_restarts": 0, "restart_window": 600.0}
     version = "bad" if how == "start failed" else "first"
-    batcher = DynBatcher(Versioned, model_args=(version,), **deaths)
+    batcher = make(Versioned, model_args=(version,), **deaths)
     try:
         if how == "start failed":
             await outcome(asyncio.create_task(batcher.open()))
@@ -184,8 +194,8 @@ async def test_reload_of_a_broken_batcher_opens_it(how: str) -> None:
         await batcher.aclose()
 
 
-async def test_one_reload_of_a_broken_batcher_runs_at_a_time() -> None:
-    batcher = DynBatcher(Versioned, model_args=("bad",))
+async def test_one_reload_of_a_broken_batcher_runs_at_a_time(make: Make) -> None:
+    batcher = make(Versioned, model_args=("bad",))
     try:
         await outcome(asyncio.create_task(batcher.open()))
         both = [
@@ -202,8 +212,8 @@ async def test_one_reload_of_a_broken_batcher_runs_at_a_time() -> None:
         await batcher.aclose()
 
 
-async def test_what_a_reload_refuses() -> None:
-    batcher = DynBatcher(Versioned, auto_open=False)
+async def test_what_a_reload_refuses(make: Make) -> None:
+    batcher = make(Versioned, auto_open=False)
     with pytest.raises(NotReadyError):
         await batcher.reload()
     async with batcher:
@@ -211,6 +221,105 @@ async def test_what_a_reload_refuses() -> None:
             await batcher.reload(model_args="weights.pt")
     with pytest.raises(BatcherClosedError):
         await batcher.reload()
-    async with DynBatcher(Versioned, shared=True) as shared:
-        with pytest.raises(ConfigurationError, match="without shared=True only"):
-            await shared.reload()
+
+
+# --- the processes of a shared batcher ------------------------------------------------------------
+
+ARGUMENTS: Any = "versions:Versioned", {"restart_backoff": 0.01}, ["one"]
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_all_processes_follow_a_reload() -> None:
+    with client(*ARGUMENTS) as other:
+        assert await other.receive() == "open"
+        async with shared(*ARGUMENTS) as batcher, shared(*ARGUMENTS) as second:
+            await batcher.reload(model_args=("two",))
+            other.send(None)
+            assert (await other.receive())[0][0] == "two"
+            with client(*ARGUMENTS) as later:
+                assert await later.receive() == "open"
+                later.send(None)
+                assert (await later.receive())[0][0] == "two"
+            await until(lambda: second.stats.generation == 1)
+            # It keeps the positional arguments of the reload.
+            await second.reload(model_kwargs={"seconds": 0.001})
+            assert await versions_of(batcher) == {"two"}
+            assert second.stats.generation == 2
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_cache_of_another_process_follows_a_reload() -> None:
+    options = {**ARGUMENTS[1], "cache": LRUCache(9)}
+    arguments = ARGUMENTS[0], options, ARGUMENTS[2]
+    async with shared(*arguments) as batcher, shared(*arguments) as second:
+        assert [(await second.process_batched(1))[0] for _ in range(2)] == ["one"] * 2
+        await batcher.reload(model_args=("two",))
+        await until(lambda: second.stats.generation == 1)
+        assert [(await second.process_batched(1))[0] for _ in range(2)] == ["two"] * 2
+        assert second.stats.cache_hits == 2
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_successor_of_a_host_has_the_model_of_the_last_reload() -> None:
+    async with shared(*ARGUMENTS) as batcher, shared(*ARGUMENTS) as second:
+        with pytest.raises(WorkerStartupError):
+            await second.reload(model_args=("bad",))
+        await second.reload(model_args=("two",))
+        with pytest.raises(WorkerStartupError):
+            await second.reload(model_args=("bad",))
+        for _ in range(2):
+            os.kill(host_of(batcher), signal.SIGKILL)
+            answers = await asyncio.gather(*[one.process_batched(0) for one in (batcher, second)])
+            assert {version for version, _ in answers} == {"two"}
+        assert batcher.stats.generation == second.stats.generation == 1
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_reload_whose_host_dies_fails_and_is_forgotten(tmp_path: Path) -> None:
+    async with shared(*ARGUMENTS) as batcher:
+        version = f"waits {tmp_path / 'weights'}"
+        task = asyncio.create_task(batcher.reload(model_args=(version,)))
+        await until(lambda: len(pids_of(batcher)) == 2)
+        os.kill(host_of(batcher), signal.SIGKILL)
+        assert isinstance(await outcome(task), WorkerLostError)
+        assert await versions_of(batcher) == {"one"}
+        assert batcher.stats.generation == 0
+        await batcher.reload(model_args=("two",))
+        assert await versions_of(batcher) == {"two"}
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+@pytest.mark.usefixtures("own_directory")
+async def test_model_of_the_last_reload_wins_if_a_process_has_missed_it(
+    tmp_path: Path, *, is_bad: bool
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    async with shared(*ARGUMENTS) as second:
+        async with shared(*ARGUMENTS) as first:
+            await first.reload(model_args=(f"takes {weights}",))
+            await until(lambda: second.stats.generation == 1)
+        # The host was killed before it had told this process.
+        second._model.end_reload(second._model.first)
+        second._ledger.counters.generation = 0
+        os.kill(host_of(second), signal.SIGKILL)
+        assert (await second.process_batched(None))[0] == "one"
+        if not is_bad:
+            weights.touch()
+        async with first:
+            await until(lambda: second.stats.generation == (2 if is_bad else 1))
+            for batcher in (first, second):
+                assert await versions_of(batcher) == {"one" if is_bad else f"takes {weights}"}
+            assert first.stats.generation == second.stats.generation
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_host_with_reloaded_files_takes_further_processes(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("old")
+    arguments = ARGUMENTS[0], ARGUMENTS[1], [str(weights)]
+    async with shared(*arguments) as batcher:
+        weights.write_text("longer")
+        await batcher.reload()
+        async with shared(*arguments) as later:
+            assert host_of(later) == host_of(batcher)

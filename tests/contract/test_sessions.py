@@ -5,11 +5,9 @@ import itertools
 import logging
 import math
 import os
-import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, Web
 from models.stages import InStages
+from sessions import Make, make, own_directory
 from waits import (
     LIMIT,
     ONE_LOOP,
@@ -42,7 +41,6 @@ from fast_batcher import (
     BatcherClosedError,
     ConfigurationError,
     DeadlineExceededError,
-    DynBatcher,
     InferenceError,
     NotReadyError,
     OutputMismatchError,
@@ -59,34 +57,12 @@ from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, Worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-Make = Callable[..., DynBatcher[Any, Any]]
+__all__ = ["make", "own_directory"]
 
 
 @pytest.fixture(scope="module")
 def anyio_backend() -> Any:
     return ONE_LOOP
-
-
-@pytest.fixture(autouse=True)
-def _own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test shares a host with another one; and those that it started are dead at its end."""
-    directory = tempfile.mkdtemp(dir="/tmp")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "fast_batcher-reaper":
-            thread.join(LIMIT)
-    shutil.rmtree(directory)
-
-
-@pytest.fixture(params=[False, True], ids=["own", "shared"])
-def make(request: pytest.FixtureRequest) -> Make:
-    """Makes the batchers of a test."""
-
-    def make(*arguments: Any, **options: Any) -> DynBatcher[Any, Any]:
-        return DynBatcher(*arguments, shared=request.param, **options)
-
-    return make
 
 
 # --- answers --------------------------------------------------------------------------------------

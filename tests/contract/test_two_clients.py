@@ -4,12 +4,8 @@ import asyncio
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,39 +15,21 @@ import pytest
 from models.large import digest
 from models.shared import Batches
 from programs import run_command
+from sessions import host_of, own_directory
 from shared_client import client, decode, make
-from waits import LIMIT, ONE_LOOP, Gate, Watch, call, outcome, turns
+from waits import ONE_LOOP, Gate, Watch, call, outcome, turns
 
 from fast_batcher import ConfigurationError, DynBatcher
-from fast_batcher._host.client import RemoteSession
 from fast_batcher._host.protocol import MAX_RANGES
-from fast_batcher.observing import Observer
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+__all__ = ["own_directory"]
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("own_directory")]
 
 
 @pytest.fixture(scope="module")
 def anyio_backend() -> Any:
     return ONE_LOOP
-
-
-@pytest.fixture(autouse=True)
-def _own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    directory = tempfile.mkdtemp(dir="/tmp")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "fast_batcher-reaper":
-            thread.join(LIMIT)
-    shutil.rmtree(directory)
-
-
-def host_of(batcher: DynBatcher[Any, Any]) -> int:
-    session = batcher._session
-    assert isinstance(session, RemoteSession)
-    pid = session._link.pid
-    assert pid is not None
-    return pid
 
 
 # Batches leave when they are full.
@@ -150,6 +128,18 @@ async def test_a_stopped_process_keeps_no_worker_and_no_memory_from_others(gate:
             assert await other.receive() in (["UnsendableValueError"], [200_000])
 
 
+async def test_batch_goes_on_when_the_process_that_follows_it_dies(gate: Gate) -> None:
+    options = {**TOGETHER, "max_batch_size": 2, "followed": gate.path}
+    with client("shared:Batches", options, [gate.path]) as other:
+        assert await other.receive() == "open"
+        async with make("shared:Batches", {**options}, [gate.path]) as batcher:
+            other.send(1)
+            mine = call(batcher, 2)
+            await gate.visit()
+            os.kill(other.pid, signal.SIGKILL)
+            assert sorted(await mine) == [1, 2]
+
+
 async def test_a_stopped_process_that_gets_the_log_takes_no_memory() -> None:
     arguments: Any = "shared:Chatty", {"max_batch_size": 1}, []
     with client(*arguments) as other:
@@ -179,19 +169,6 @@ async def test_a_key_that_cannot_be_pickled_fails_its_request_alone() -> None:
     assert "cannot be pickled" in str(refused)
 
 
-@pytest.mark.parametrize("shared", [True, "name"])
-async def test_observers_that_need_contexts_are_refused(shared: Any) -> None:
-    class Follows(Observer):
-        needs_context = True
-
-    match = "Follows needs the context of each caller.*shared="
-    with pytest.raises(ConfigurationError, match=match):
-        DynBatcher(Batches, shared=shared, observers=[Follows()])
-    batcher = DynBatcher(Batches, shared=shared, auto_open=False)
-    with pytest.raises(ConfigurationError, match=match):
-        batcher.add_observer(Follows())
-
-
 async def test_a_kept_array_shares_no_memory_with_later_clients() -> None:
     """Although its batcher is closed; and they get its memory once it is dropped."""
     async with make(*DIGESTS):
@@ -210,6 +187,7 @@ FORKS = """
 import asyncio, json, os, signal, sys
 sys.path[:] = json.loads(sys.argv[1])
 from programs import run_command
+from sessions import host_of, own_directory
 from shared_client import make, tell
 async def main():
     batcher = make("large:Digests", {}, [])

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy
@@ -18,9 +19,9 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerPro
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 from programs import run_command
-from sessions import pids_of
+from sessions import Make, host_of, make, own_directory, pids_of
 from tracing_models import BadContext, GatedEcho, MakesSpans
-from waits import Gate, both_loops, outcome, until
+from waits import Gate, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
     DynBatcher,
@@ -32,6 +33,8 @@ from fast_batcher import (
 )
 from fast_batcher.observing import BatchDispatched, Observer
 from fast_batcher.opentelemetry import OpenTelemetryObserver, instrument
+
+__all__ = ["make", "own_directory"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -84,9 +87,11 @@ def times_of(span: ReadableSpan) -> tuple[int, int]:
 
 
 @both_loops
-async def test_a_batch_is_linked_with_its_requests_and_has_the_spans_of_its_model() -> None:
+async def test_a_batch_is_linked_with_its_requests_and_has_the_spans_of_its_model(
+    make: Make,
+) -> None:
     recording = Recording()
-    batcher = DynBatcher(MakesSpans, 4, name="model")
+    batcher = make(MakesSpans, 4, name="model")
     instrument(batcher, recording.provider)
     async with batcher:
         calls = [recording.request(batcher.process_batched, "fine") for _ in range(4)]
@@ -122,9 +127,9 @@ async def test_a_batch_is_linked_with_its_requests_and_has_the_spans_of_its_mode
 
 
 @both_loops
-async def test_what_fails_or_is_tried_again_fails_in_its_span() -> None:
+async def test_what_fails_or_is_tried_again_fails_in_its_span(make: Make) -> None:
     recording = Recording()
-    batcher = DynBatcher(MakesSpans, 4, name="model", restart_backoff=0.01, max_restarts=None)
+    batcher = make(MakesSpans, 4, name="model", restart_backoff=0.01, max_restarts=None)
     instrument(batcher, recording.provider)
     async with batcher:
         for word, error in (("bad", InferenceError), ("deadly", PoisonRequestError)):
@@ -148,9 +153,11 @@ async def test_what_fails_or_is_tried_again_fails_in_its_span() -> None:
 
 @both_loops
 @pytest.mark.parametrize("is_in_span", [True, False])
-async def test_a_batch_without_sampled_callers_records_nothing(is_in_span: bool) -> None:
+async def test_a_batch_without_sampled_callers_records_nothing(
+    make: Make, is_in_span: bool
+) -> None:
     recording = Recording(ParentBased(ALWAYS_OFF))
-    batcher = DynBatcher(MakesSpans, 4)
+    batcher = make(MakesSpans, 4)
     instrument(batcher, recording.provider)
     async with batcher:
         process = batcher.process_batched
@@ -162,9 +169,9 @@ async def test_a_batch_without_sampled_callers_records_nothing(is_in_span: bool)
 
 
 @both_loops
-async def test_a_batch_is_linked_with_its_sampled_callers_alone() -> None:
+async def test_a_batch_is_linked_with_its_sampled_callers_alone(make: Make) -> None:
     recording = Recording(ParentBased(TraceIdRatioBased(0.5)))
-    batcher = DynBatcher(MakesSpans, 64, name="model")
+    batcher = make(MakesSpans, 64, name="model")
     instrument(batcher, recording.provider)
     async with batcher:
         calls = [recording.request(batcher.process_batched, "fine") for _ in range(64)]
@@ -183,10 +190,10 @@ async def test_a_batch_is_linked_with_its_sampled_callers_alone() -> None:
     ids=["small", "large", "stop"],
 )
 async def test_a_batch_whose_callers_have_gone_ends_its_span(
-    gate: Gate, end: str, value: Any
+    make: Make, gate: Gate, end: str, value: Any
 ) -> None:
     recording = Recording()
-    batcher = DynBatcher(GatedEcho, 1, model_args=(gate.path,), name="model")
+    batcher = make(GatedEcho, 1, model_args=(gate.path,), name="model")
     instrument(batcher, recording.provider)
     async with batcher:
         request = asyncio.create_task(recording.request(batcher.process_batched, value))
@@ -204,24 +211,25 @@ async def test_a_batch_whose_callers_have_gone_ends_its_span(
 
 
 @both_loops
-async def test_the_context_of_a_batch_that_is_not_sent_reaches_no_other_batch() -> None:
+async def test_the_context_of_a_batch_that_is_not_sent_reaches_no_other_batch(make: Make) -> None:
     recording = Recording()
-    batcher = DynBatcher(MakesSpans, 1, name="model")
+    batcher = make(MakesSpans, 1, name="model")
     instrument(batcher, recording.provider)
     async with batcher:
         with pytest.raises(UnsendableValueError):
             await recording.request(batcher.process_batched, lambda: None)
         assert (await batcher.process_batched("fine"))[1:] == (None, True)
         _, large, _ = await recording.request(batcher.process_batched, bytes(2_000_000))
-    unsent, sent = recording.named("model batch")
-    assert unsent.status.description == "not sendable"
+    *unsent, sent = recording.named("model batch")
+    # An input that cannot be pickled reaches no host.
+    assert [one.status.description for one in unsent] in ([], ["not sendable"])
     assert (sent.status.description, id_of(sent)) == (None, large)
 
 
 @both_loops
 @pytest.mark.parametrize("where", ["pickle", "unpickle", "enter", "exit"])
 async def test_a_context_that_raises_is_logged_once_and_harms_no_batch(
-    where: str, caplog: pytest.LogCaptureFixture
+    make: Make, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Bad(Observer):
         needs_context = True
@@ -233,7 +241,7 @@ async def test_a_context_that_raises_is_logged_once_and_harms_no_batch(
     def echo(items: list[int]) -> list[int]:
         return items
 
-    async with DynBatcher(MakesSpans, observers=[Bad()]) as batcher:
+    async with make(MakesSpans, observers=[Bad()]) as batcher:
         for number in range(2):
             *_, is_recorded = await batcher.process_batched("fine")
             assert is_recorded
@@ -287,10 +295,10 @@ async def test_a_decorated_function_runs_in_the_span_of_its_batch(
 
 
 @both_loops
-async def test_each_request_is_linked_from_one_successful_batch_whatever_dies() -> None:
+async def test_each_request_is_linked_from_one_successful_batch_whatever_dies(make: Make) -> None:
     recording = Recording()
     options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
-    batcher = DynBatcher(MakesSpans, 16, max_queue_size=10_000, name="model", **options)
+    batcher = make(MakesSpans, 16, max_queue_size=10_000, name="model", **options)
     instrument(batcher, recording.provider)
     chance = random.Random(5)
     missing = 10_000
@@ -305,16 +313,18 @@ async def test_each_request_is_linked_from_one_successful_batch_whatever_dies() 
                     continue
                 missing += 1
 
+        def is_below(limit: int) -> bool:
+            return missing < limit
+
         async def kill() -> None:
-            while True:
-                await asyncio.sleep(chance.uniform(0.05, 0.3))
-                with suppress(ProcessLookupError):
-                    os.kill(chance.choice(pids_of(batcher)), signal.SIGKILL)
+            for _ in range(10):
+                # So many requests that workers have answered some since the last death.
+                await until(partial(is_below, missing - 500))
+                os.kill(chance.choice(pids_of(batcher)), signal.SIGKILL)
 
         killing = asyncio.create_task(kill())
-        await asyncio.gather(*[calls() for _ in range(64)])
-        killing.cancel()
-        stats = batcher.stats
+        await asyncio.gather(*[calls() for _ in range(64)], killing)
+    stats = batcher.stats
     batches = recording.named("model batch")
     failed = [one for one in batches if is_failed(one)]
     assert {one.status.description for one in failed} == {"worker lost"}
@@ -325,6 +335,56 @@ async def test_each_request_is_linked_from_one_successful_batch_whatever_dies() 
     assert sorted(answered) == sorted(parents)
     requests = {id_of(one) for one in recording.named("request") if not is_failed(one)}
     assert set(answered) == requests
+
+
+@one_loop
+@pytest.mark.usefixtures("own_directory")
+async def test_batch_of_two_processes_has_one_span_linked_with_the_callers_of_both() -> None:
+    recordings = [Recording(), Recording()]
+    # The batch leaves when it is full.
+    options: Any = {"policy": "fixed", "max_delay": 1000.0, "timeout": None, "name": "model"}
+    batchers = [DynBatcher(MakesSpans, 4, shared=True, **options) for _ in recordings]
+    async with batchers[0], batchers[1]:
+        for batcher, recording in zip(batchers, recordings, strict=True):
+            instrument(batcher, recording.provider)
+        calls = [
+            recording.request(batcher.process_batched, "fine")
+            for batcher, recording in zip(batchers * 2, recordings * 2, strict=True)
+        ]
+        made = set(await asyncio.gather(*calls))
+    spans = [span for recording in recordings for span in recording.ended]
+    named = {name: [span for span in spans if span.name == name] for name in SPANS}
+    (batch,) = named["model batch"]
+    requests = sorted(map(id_of, named["request"]))
+    assert sorted(links_of(batch)) == requests
+    for name in ("queue", "infer"):
+        assert sorted(span.parent.span_id for span in named[name] if span.parent) == requests
+    assert {links_of(span)[0] for span in named["infer"]} == {id_of(batch)}
+    context = batch.get_span_context()
+    assert context is not None
+    assert made == {(context.trace_id, context.span_id, True)}
+
+
+SPANS = ("request", "model batch", "queue", "infer")
+
+
+@one_loop
+@pytest.mark.usefixtures("own_directory")
+async def test_span_of_a_batch_ends_with_its_host(gate: Gate) -> None:
+    recording = Recording()
+    batcher = DynBatcher(
+        GatedEcho, 1, model_args=(gate.path,), name="model", shared=True, restart_backoff=0.01
+    )
+    instrument(batcher, recording.provider)
+    async with batcher:
+        request = asyncio.create_task(recording.request(batcher.process_batched, 1))
+        await gate.visit()
+        os.kill(host_of(batcher), signal.SIGKILL)
+        (await gate.visit()).let_on()
+        assert await request == 1
+    ends = [span.status.description for span in recording.named("model batch")]
+    assert ends == ["host lost", None]
+    assert len(recording.named("infer")) == 1
 
 
 def test_a_missing_package_is_named() -> None:

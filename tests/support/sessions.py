@@ -1,9 +1,21 @@
-"""What tests that look inside a batcher need."""
+"""What tests that look inside a batcher need, and batchers with both kinds of sessions."""
 
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
+import psutil
+import pytest
+from waits import LIMIT
+
 from fast_batcher import DynBatcher
+from fast_batcher._host.client import RemoteSession
 from fast_batcher._session.session import LocalSession
+
+Make = Callable[..., DynBatcher[Any, Any]]
 
 
 def session_of(batcher: DynBatcher[Any, Any]) -> LocalSession:
@@ -12,6 +24,44 @@ def session_of(batcher: DynBatcher[Any, Any]) -> LocalSession:
     return batcher._session
 
 
+def host_of(batcher: DynBatcher[Any, Any]) -> int:
+    """The process of its host."""
+    assert isinstance(batcher._session, RemoteSession)
+    pid = batcher._session._link.pid
+    assert pid is not None
+    return pid
+
+
 def pids_of(batcher: DynBatcher[Any, Any]) -> list[int]:
     """The processes of its workers."""
-    return [one.pid for one in session_of(batcher).pool.alive() if one.pid is not None]
+    if isinstance(batcher._session, LocalSession):
+        return [one.pid for one in batcher._session.pool.alive() if one.pid is not None]
+    found = []
+    for child in psutil.Process(host_of(batcher)).children():
+        with suppress(psutil.Error):  # it has just ended
+            # Not the resource tracker of Python.
+            if any("spawn_main" in part for part in child.cmdline()):
+                found.append(child.pid)
+    return found
+
+
+@pytest.fixture
+def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test shares a host with another one; and those that it started are dead at its end."""
+    directory = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "fast_batcher-reaper":
+            thread.join(LIMIT)
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(params=[False, True], ids=["own", "shared"])
+def make(request: pytest.FixtureRequest, own_directory: None) -> Make:
+    """Makes the batchers of a test."""
+
+    def make(*arguments: Any, **options: Any) -> DynBatcher[Any, Any]:
+        return DynBatcher(*arguments, shared=request.param, **options)
+
+    return make

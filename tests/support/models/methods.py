@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from fast_batcher import Collation, InferenceModel, batchable
+from models.base import AtGate, pass_gate
 
 
 class Both(InferenceModel[Any, tuple[str, int, Any]]):
@@ -61,3 +62,12 @@ class OnlyMethods(InferenceModel[Any, Any]):
     @batchable()
     def name(self, inputs: list[Any]) -> list[str]:
         return [type(one).__name__ for one in inputs]
+
+
+class Holds(AtGate):
+    """Has a method that waits at the gate with every batch, and answers with the whole batch."""
+
+    @batchable()
+    def hold(self, inputs: list[Any]) -> list[list[Any]]:
+        pass_gate(self._gate)
+        return [inputs for _ in inputs]
