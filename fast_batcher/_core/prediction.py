@@ -262,6 +262,29 @@ class BatchTimes:
             batches = ceil(backlog.cost / full) if full else batches
         return backlog.delay + batches * self.by_charge.median(full) / backlog.workers
 
+    def seconds_of_backlog(
+        self, now: float, slots: Sequence[WorkerSlot], requests: int, cost: float
+    ) -> float | None:
+        """Predict by medians the seconds in which these workers answer all they have and the queue.
+
+        Divided by the workers, or by 1 if there are none; None before any observation.
+        """
+        if not self.is_known:
+            return None
+        median = self.by_charge.median
+        work = sum([self.seconds_until_free(now, slot, median) for slot in slots])
+        if requests:
+            full = self._full_charge(cost, requests)
+            batches, rest = divmod(cost, full) if full else (0.0, 0.0)
+            work += batches * median(full) + (median(rest) if rest else 0.0)
+        return work / max(1, len(slots))
+
+    @property
+    def full_batch(self) -> tuple[float, int] | None:
+        """Predict by the median the seconds of a full batch; return them with its size."""
+        size = self._methods.largest_size
+        return (self.by_size.median(size), size) if self.by_size.is_known else None
+
     def _full_charge(self, cost: float, requests: int) -> float:
         """Return the charge of a full batch: full by number at the mean cost, or full by cost."""
         full = self._methods.largest_size * cost / requests
