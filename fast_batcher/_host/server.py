@@ -206,7 +206,7 @@ class HostSession(LocalSession):
             cost=_called_before if hello.has_costs else None,
             group_by=_called_before if hello.has_groups else None,
         )
-        ledger = Ledger(hello.name, settings.num_workers)
+        ledger = Ledger(hello.name)
         # The API processes log the changes that they see.
         status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
