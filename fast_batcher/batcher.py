@@ -670,7 +670,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if not settings.shared:
             self._cores.num_workers = settings.most_workers
         if self._session is not None:
-            self._session.reconfigure(settings)
+            self._session.reconfigure(settings, changes)
         self._settings = settings
 
     # State and statistics.

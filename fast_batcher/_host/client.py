@@ -24,7 +24,7 @@ from typing import Any
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.supervision import Restarts
 from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
-from fast_batcher._host.link import HostLink, find_key, make_hello, pack_changes
+from fast_batcher._host.link import HostLink, find_key, make_hello
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     FRAME_SIZE,
@@ -72,7 +72,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import ModelSpec
 from fast_batcher.observing import ReporterChanged
-from fast_batcher.settings import Settings
+from fast_batcher.settings import Reconfiguration, Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
@@ -218,8 +218,8 @@ class RemoteSession(Session):
         )
         # The last state that the host has sent; None before the first, and without a host.
         self._host: HostState | None = None
-        # Whether the settings differ from those of a new host.
-        self._is_reconfigured = False
+        # The settings that were changed here, and that a new host may not have.
+        self._changes: Reconfiguration = {}
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
@@ -533,8 +533,8 @@ class RemoteSession(Session):
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
-        if self._is_reconfigured:
-            self._link.send(Kind.RECONFIGURE, pack_changes(self.settings))
+        if self._changes:
+            self._link.send(Kind.RECONFIGURE, dumps(self._changes))
         self._report(False)  # the host tells which process does
         self._inputs.use(memory, welcome.start, welcome.length)
         self._room, self._sent = welcome.room, 0
@@ -629,13 +629,13 @@ class RemoteSession(Session):
         self._report(True)
         self._link.join()
 
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings in the host, for all API processes."""
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply changes in the host, for all API processes; their other changes stay."""
         self._flush()  # requests that came before the change
         self.settings = settings
-        self._is_reconfigured = True
+        self._changes.update(changes)
         self._inputs.arena.batch_size = settings.batch_limit
-        self._link.send(Kind.RECONFIGURE, pack_changes(settings))
+        self._link.send(Kind.RECONFIGURE, dumps(changes))
 
     def rebind(self, loop: AbstractEventLoop) -> None:
         """Continue on another event loop; the previous loop is closed."""

@@ -430,7 +430,8 @@ class HostServer:
         elif kind == Kind.OBSERVE:
             self._observe(tenant, session)
         elif kind == Kind.RECONFIGURE:
-            session.reconfigure(session.settings.changed(loads(frame.body)))
+            changes = loads(frame.body)
+            session.reconfigure(session.settings.changed(changes), changes)
         elif kind == Kind.GOODBYE:
             self._see_off(tenant, session)
 

@@ -76,7 +76,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import ModelSpec
 from fast_batcher.observing import WorkerChanged
-from fast_batcher.settings import Settings
+from fast_batcher.settings import Reconfiguration, Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
@@ -174,8 +174,8 @@ class Session(ABC):
         """Start the workers, without waiting for them."""
 
     @abstractmethod
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings, which were checked before."""
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply the settings with some changes, which were checked before."""
 
     @abstractmethod
     async def reload(self, model_spec: ModelSpec) -> None:
@@ -786,8 +786,8 @@ class LocalSession(Session):
         self._observers.watch_collector()
         self.pool.open()
 
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings, which were checked before."""
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply the settings with some changes, which were checked before."""
         self._submit_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
