@@ -298,11 +298,11 @@ class PrometheusObserver(Observer):
         stats = self._batcher.stats
         values = Figures()
         if stats.is_reporter:
-            is_open = stats.state != "closed"
+            is_ending = stats.state in ("draining", "closed")
             values = Figures(
                 stats.waiting,
                 stats.workers_ready,
-                stats.num_workers if is_open else 0,
+                0 if is_ending else stats.num_workers,
                 stats.running,
                 # In steps of 1 / 1024: the sum of such changes is exact.
                 round(1024 * (stats.backlog or 0.0)) / 1024,
