@@ -56,6 +56,8 @@ class WorkerLoad(NamedTuple):
     wanted: int
     ready: int
     is_loading: bool
+    # Whether the restarts of a worker are spent: it neither is ready nor loads.
+    is_failing: bool
     # Requests that have arrived so far, rejected ones included; and those that were rejected
     # because the queue was full or the answer would have been late.
     arrived: int
@@ -140,7 +142,8 @@ class Scaling:
         if self._overloaded_since is None:
             self._overloaded_since = self._looked_at = now
             self._backlog_then = backlog
-        if now - self._looked_at < PATIENCE or capacity is None:
+        # Where a worker cannot be started, perhaps for lack of memory, others would fail, too.
+        if now - self._looked_at < PATIENCE or capacity is None or load.is_failing:
             return None
         rate = self._rate(since=self._overloaded_since)
         # What is left of their capacity works off the backlog.

@@ -407,7 +407,8 @@ class Pool:
         if not (self.is_closing or exit.is_clean):
             # The log already says why the parent has ended it.
             level = logging.INFO if exit.is_ours else logging.WARNING
-            logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
+            then = "" if replica is None else "; another takes its place"
+            logger.log(level, "%s ended with %s%s", worker.title, exit.text, then)
         self._tell(worker, "lost", exit.text)
         self._events.worker_lost(worker.id, exit)
         if replica is not None:
@@ -481,6 +482,11 @@ class Pool:
             not replica.is_given_up and (replica.worker is None or not replica.worker.is_serving)
             for replica in self._replicas
         )
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a worker has spent its restarts."""
+        return any(replica.is_given_up for replica in self._replicas)
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers in turn; undo it and raise if a worker cannot load the model."""

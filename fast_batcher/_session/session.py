@@ -762,6 +762,7 @@ class LocalSession(Session):
             wanted=self.pool.num_workers,
             ready=self.scheduler.workers.ready_count,
             is_loading=self.pool.is_loading,
+            is_failing=self.pool.is_failing,
             arrived=counters.submitted + self._rejected,
             rejected=self._rejected,
             backlog=self.scheduler.seconds_of_backlog(now),

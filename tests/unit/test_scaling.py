@@ -85,6 +85,7 @@ class Cluster:
                 wanted=self.wanted,
                 ready=len(self._workers),
                 is_loading=len(self._workers) < self.wanted,
+                is_failing=False,
                 arrived=world.answered + rejected + len(self.scheduler.open_requests()),
                 rejected=rejected,
                 backlog=self.backlog,
@@ -215,6 +216,7 @@ def load(**changes: Any) -> WorkerLoad:
         wanted=2,
         ready=2,
         is_loading=False,
+        is_failing=False,
         arrived=0,
         rejected=0,
         backlog=10.0,
@@ -261,9 +263,10 @@ def test_a_backlog_that_shrinks_needs_no_further_worker() -> None:
     assert set(looks) == {None}
 
 
-def test_a_worker_that_cannot_start_does_not_keep_the_others() -> None:
-    """Its restarts are spent: it is not ready, and does not load."""
-    assert decide(Scaling(1, 8, None), 0.0, QUIET + 1, ready=1, backlog=0.0) == [1]
+def test_where_a_worker_cannot_start_no_further_one_is_tried_and_it_may_end() -> None:
+    scaling = Scaling(1, 8, None)
+    assert decide(scaling, 0.0, 600.0, ready=1, is_failing=True) == []
+    assert decide(scaling, 600.0, 601.0 + QUIET, ready=1, is_failing=True, backlog=0.0) == [1]
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
