@@ -170,6 +170,23 @@ async def test_a_batcher_whose_last_good_worker_is_removed_is_broken(tmp_path: P
         assert await batcher.process_batched("fine") == "fine"
 
 
+async def test_a_further_worker_that_cannot_load_harms_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    needed = tmp_path / "weights"
+    needed.touch()
+    options: dict[str, Any] = {"max_restarts": None, "restart_backoff": 0.01}
+    async with DynBatcher(NeedsFile, model_args=(str(needed),), **options) as batcher:
+        needed.unlink()
+        batcher.reconfigure(num_workers=2)
+        await until(lambda: "could not load NeedsFile" in caplog.text)
+        assert (batcher.state, batcher.is_ready) == ("open", True)
+        assert await batcher.process_batched("fine") == "fine"
+        needed.touch()
+        await until(lambda: batcher.stats.workers_ready == 2)
+        assert batcher.stats.restarts == 0
+
+
 def test_a_number_that_is_changed_between_two_runs_of_the_loop_counts() -> None:
     loop = asyncio.new_event_loop()
     batcher = DynBatcher(Slow, model_args=(0.0,))

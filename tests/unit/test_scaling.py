@@ -7,9 +7,11 @@ from math import ceil
 from typing import Any
 
 import pytest
+from schedulers import make, submit
 from virtual_time import World, poisson
 
 from fast_batcher._core.explanation import HIGH_LOAD
+from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scaling import (
     DEFAULT_TARGET,
     PATIENCE,
@@ -19,6 +21,7 @@ from fast_batcher._core.scaling import (
     ScalingDecision,
     WorkerLoad,
 )
+from fast_batcher._core.values import Request
 
 # A full batch of 8 takes 0.4 seconds: a worker answers 20 requests per second.
 SIZE = 8
@@ -206,6 +209,44 @@ def test_clients_that_wait_for_their_answers_get_no_more_workers_than_they_can_u
     # Four batches wait for one worker; with four workers none waits.
     cluster = Cluster([], clients=5 * SIZE, loading=1.0).run(300.0)
     assert 2 <= cluster.wanted <= 4
+
+
+# The measured backlog.
+
+
+def test_the_backlog_is_all_work_divided_by_the_ready_workers() -> None:
+    scheduler = make(max_batch_size=SIZE, timeout=100.0, workers=0)
+    assert (scheduler.seconds_of_backlog(0.0), scheduler.full_batch) == (None, None)
+    times = [(1, seconds_of(1)), (SIZE, seconds_of(SIZE))]
+    scheduler.worker_ready(0.0, 7, times)
+    full = scheduler.service.median(SIZE)
+    assert scheduler.full_batch == (full, SIZE)
+    assert scheduler.seconds_of_backlog(0.0) == 0.0
+    # Of five full batches and a half, two go to the worker and the rest waits.
+    submit(scheduler, 0.0, 5 * SIZE + SIZE // 2)
+    scheduler.poll(0.0)
+    assert scheduler.queue.size == 3 * SIZE + SIZE // 2
+    work = 5 * full + scheduler.service.median(SIZE / 2)
+    assert scheduler.seconds_of_backlog(0.0) == pytest.approx(work)
+    assert scheduler.seconds_of_backlog(0.3) == pytest.approx(work - 0.3)
+    scheduler.worker_ready(0.3, 8)
+    assert scheduler.seconds_of_backlog(0.3) == pytest.approx((work - 0.3) / 2)
+    # A worker that leaves answers what it has, and nothing more.
+    scheduler.workers.retire(7)
+    assert scheduler.seconds_of_backlog(0.3) == pytest.approx(work - 2 * full)
+
+
+def test_the_backlog_of_unequal_requests_follows_their_costs() -> None:
+    packer = BatchPacker(100.0, is_padded=False)
+    scheduler = make(max_batch_size=SIZE, packer=packer, workers=0)
+    for cost in (10.0, 100.0):
+        packer.service.observe(cost, cost / 100)
+    requests = [Request("input", None) for _ in range(30)]
+    for request in requests:
+        request.cost = 20.0
+    assert scheduler.submit(0.0, requests) == []
+    # Without a worker the seconds are those of one.
+    assert scheduler.seconds_of_backlog(0.0) == pytest.approx(6.0)
 
 
 # A decision for itself.
