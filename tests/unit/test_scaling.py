@@ -198,10 +198,9 @@ def test_rejections_start_workers_where_the_target_holds_the_backlog_down() -> N
 
 
 def test_a_model_slower_than_the_target_is_no_reason_by_itself() -> None:
-    """One running batch takes ten times `DEFAULT_TARGET`."""
-    cluster = Cluster(
-        [20.0 * number for number in range(30)], seconds=lambda size: 9.0 + size / 8
-    ).run(600.0)
+    """A full batch takes ten times `DEFAULT_TARGET`, and a batch always waits for another."""
+    arrivals = poisson(0.3 * SIZE / 10.0, 900.0, seed=8)
+    cluster = Cluster(arrivals, seconds=lambda size: 9.0 + size / 8).run(900.0)
     assert cluster.decisions == []
 
 
