@@ -126,13 +126,12 @@ def describe_answer(
     model: str,
     batch: Batch,
     ended: Sequence[tuple[Request, Outcome]],
-    worker: int = 0,
 ) -> BatchAnswered:
     """Describe the answer to a batch that has just ended these requests."""
     now, began_at = monotonic(), batch.began_at
     return BatchAnswered(
         model=model,
-        worker=worker,
+        worker=batch.worker_index,
         batch_id=batch.id,
         size=len(batch.requests),
         cost=sum([request.cost for request in batch.requests]),
@@ -206,14 +205,13 @@ class Observers:
         self,
         batch: Batch,
         convert: Callable[[AbstractContextManager[Any]], _GivenT],
-        worker: int = 0,
     ) -> list[_GivenT]:
         """Tell the observers that follow batches that one is dispatched."""
         if not self.followers:
             return []
         event = batch.dispatched = BatchDispatched(
             model=self._name,
-            worker=worker,
+            worker=batch.worker_index,
             batch_id=batch.id,
             size=len(batch.requests),
             cost=sum([request.cost for request in batch.requests]),

@@ -113,7 +113,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         model_args: Positional arguments of the model's constructor; picklable.
         model_kwargs: Keyword arguments of the model's constructor; picklable.
         num_workers: Worker processes, each with its copy of the model. A number above the cores of
-            the machine causes a warning. Omit it if `devices` is given.
+            the machine causes a warning. With a tuple of the fewest and the most, for example
+            (1, 8), their number follows the load. Omit it if `devices` is given.
         policy: Rule for the moment at which a batch that is not full leaves. "greedy": as soon as a
             worker is free. "adaptive": like "greedy", but a batch is held for a moment if callers
             are expected to send their next requests soon and a larger batch is worth the wait.
@@ -162,7 +163,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         *,
         model_args: Sequence[Any] = (),
         model_kwargs: Mapping[str, Any] | None = None,
-        num_workers: int = 1,
+        num_workers: int | tuple[int, int] = 1,
         policy: PolicyName = "adaptive",
         max_latency: float | None = None,
         max_queue_size: int | None = None,
@@ -206,7 +207,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self.name = spec.name if name is None else name
         warn_about_workers(settings)
         warn_about_hooks(model)
-        self._ledger = Ledger(self.name, settings.num_workers, settings.observers)
+        self._ledger = Ledger(self.name, settings.observers)
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None
@@ -221,7 +222,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # the types of the method.
         self.methods = BatchMethods(self._call_many, names)
         self._owners = Owners()
-        self._cores = CoreClaim(0 if settings.shared else settings.num_workers)
+        self._cores = CoreClaim(0 if settings.shared else settings.most_workers)
 
     # Calls.
 
@@ -695,18 +696,28 @@ class DynBatcher(Generic[InputT, OutputT]):
         new `max_queue_size` allows, new requests are rejected until there is room; sent batches do
         not change.
 
+        More workers load the model while the others serve. Of fewer workers those with the highest
+        indexes get no further batches, and end with their last one: no request is lost. While a
+        reload runs, the number of workers changes at its end.
+
         Args:
-            changes: `max_batch_size`, `max_delay`, `max_queue_size` and `max_latency`, each as at
-                construction; omitted settings do not change.
+            changes: `max_batch_size`, `max_delay`, `max_queue_size`, `max_latency` and
+                `num_workers`, each as at construction; omitted settings do not change.
 
         Raises:
-            ConfigurationError: A setting is wrong; no setting was changed.
+            ConfigurationError: A setting is wrong, or `num_workers` was given and the batcher has
+                `devices`; no setting was changed.
             RuntimeError: The calling thread is not that of the event loop.
         """
         settings = self._settings.changed(changes)
         if self._session is not None:
             self._session.binding.require_own_thread("reconfigure()")
-            self._session.reconfigure(settings)
+        if "num_workers" in changes:
+            warn_about_workers(settings)
+        if not settings.shared:
+            self._cores.num_workers = settings.most_workers
+        if self._session is not None:
+            self._session.reconfigure(settings, changes)
         self._settings = settings
         self._sources |= dict.fromkeys(changes, "reconfigure")
 
@@ -782,7 +793,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A snapshot of counts and quantiles."""
         if self._session is not None:
             return self._session.read_stats()
-        return self._ledger.counters.snapshot(self.state, self._settings.num_workers, (0, 0, 0))
+        return self._ledger.counters.snapshot(self.state, self._settings.fewest_workers, (0, 0, 0))
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled, as a part of an app would be."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Outcome = Literal["completed", "failed", "expired", "cancelled", "rejected"]
-WorkerChange = Literal["started", "ready", "restarted", "lost", "recycled"]
+WorkerChange = Literal["started", "ready", "restarted", "lost", "recycled", "removed"]
 CacheResult = Literal["hit", "miss", "coalesced"]
 
 
@@ -111,7 +111,8 @@ class WorkerChanged:
     model: str
     worker: int
     # After "ready" a worker that replaces a lost or recycled worker is "restarted", too:
-    # `BatcherStats.restarts` counts these.
+    # `BatcherStats.restarts` counts these. Before "lost" a worker is "recycled" if another has
+    # taken its place, and "removed" if there are to be fewer workers.
     change: WorkerChange
     # Of its process, None where there is none.
     pid: int | None

@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections import Counter as Counts
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
 from fast_batcher._core.values import Release
@@ -128,9 +128,13 @@ class _Metrics:
             name = f"fast_batcher_{name}"
             return Histogram(name, text, ("model",), registry=registry, buckets=buckets)
 
-        def show(name: str, text: str) -> Gauge:
+        def show(
+            name: str, text: str, over_processes: Literal["livesum", "livemax"] = "livesum"
+        ) -> Gauge:
             name = f"fast_batcher_{name}"
-            return Gauge(name, text, ("model",), registry=registry, multiprocess_mode="livesum")
+            return Gauge(
+                name, text, ("model",), registry=registry, multiprocess_mode=over_processes
+            )
 
         self.requests = count("requests_total", "Requests that have ended.", "outcome")
         self.batches = count("batches_total", "Batches that workers have answered.", "release")
@@ -154,11 +158,28 @@ class _Metrics:
         )
         self.queue_size = show("queue_size", "Requests that wait for a worker.")
         self.workers_ready = show("workers_ready", "Workers that have loaded the model.")
+        self.workers_wanted = show("workers_wanted", "Workers that there should be.")
         self.in_flight = show("in_flight", "Requests that workers have.")
+        # Seconds of several server processes do not add up.
+        self.backlog = show(
+            "backlog_seconds",
+            "Predicted time in which the ready workers answer everything that waits and runs.",
+            "livemax",
+        )
 
 
 # The metrics that this module has made, by their registries.
 _metrics: WeakKeyDictionary[CollectorRegistry, _Metrics] = WeakKeyDictionary()
+
+
+class Figures(NamedTuple):
+    """The values of the gauges of one batcher."""
+
+    waiting: int = 0
+    workers_ready: int = 0
+    workers_wanted: int = 0
+    running: int = 0
+    backlog: float = 0.0
 
 
 class _Series:
@@ -185,7 +206,9 @@ class _Series:
         self.gauges = (
             metrics.queue_size.labels(model),
             metrics.workers_ready.labels(model),
+            metrics.workers_wanted.labels(model),
             metrics.in_flight.labels(model),
+            metrics.backlog.labels(model),
         )
 
 
@@ -202,7 +225,7 @@ class PrometheusObserver(Observer):
         self._metrics = metrics
         self._timer: asyncio.Handle | None = None
         # What this batcher has added to the gauges, and the late errors that were counted.
-        self._shown = [0, 0, 0]
+        self._shown = [0.0] * len(Figures())
         self._late_errors = 0
 
     @cached_property
@@ -273,9 +296,17 @@ class PrometheusObserver(Observer):
     def _refresh(self) -> None:
         """Bring the gauges and the count of late errors up to date."""
         stats = self._batcher.stats
-        values = (0, 0, 0)
+        values = Figures()
         if stats.is_reporter:
-            values = (stats.waiting, stats.workers_ready, stats.running)
+            is_ending = stats.state in ("draining", "closed")
+            values = Figures(
+                stats.waiting,
+                stats.workers_ready,
+                0 if is_ending else stats.num_workers,
+                stats.running,
+                # In steps of 1 / 1024: the sum of such changes is exact.
+                round(1024 * (stats.backlog or 0.0)) / 1024,
+            )
         for index, (gauge, value) in enumerate(zip(self._series.gauges, values, strict=True)):
             gauge.inc(value - self._shown[index])
             self._shown[index] = value

@@ -76,6 +76,7 @@ class Reconfiguration(TypedDict, total=False):
 
     max_batch_size: int
     max_delay: float | None
+    num_workers: int | tuple[int, int]
     max_queue_size: int | None
     max_latency: float | None
 
@@ -144,6 +145,19 @@ def show_bytes(count: int | None) -> str:
     return str(count)
 
 
+def _check_num_workers(name: str, value: Any) -> None:
+    if not isinstance(value, tuple):
+        WORKERS.check(name, value)
+        return
+    # Not compared before both are known to be numbers.
+    are_counts = all(isinstance(count, int) and not isinstance(count, bool) for count in value)
+    if not are_counts or len(value) != 2 or not 1 <= value[0] <= value[1] <= MAX_WORKERS:
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: give a whole number, 1 to {MAX_WORKERS}, or the fewest and "
+            "the most workers, for example (1, 8)"
+        )
+
+
 def _check_switch(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r}: give True or False")
@@ -206,7 +220,9 @@ BATCH_SIZE = whole(1, 2**20)
 # Each priority in use adds a queue that every batch searches.
 PRIORITY = whole(-100, 100)
 # More than the cores of any machine; a larger number is meant for another parameter.
-WORKERS = whole(1, 1024)
+MAX_WORKERS = 1024
+WORKERS = whole(1, MAX_WORKERS)
+NUM_WORKERS = Range(f"{WORKERS.text}, or a tuple of the fewest and the most", _check_num_workers)
 BYTES = whole(unit="bytes")
 SECONDS = duration()
 SECONDS_OR_ZERO = duration(zero_allowed=True)
@@ -260,7 +276,9 @@ class Settings:
         SECONDS_OR_ZERO,
         "Longest time for which a batch is held while a worker is free.",
     ] = None
-    num_workers: Annotated[int, WORKERS, "Worker processes, each with a copy of the model."] = 1
+    num_workers: Annotated[
+        int | tuple[int, int], NUM_WORKERS, "Worker processes, each with a copy of the model."
+    ] = 1
     policy: Annotated[
         PolicyName,
         choice(get_args(PolicyName)),
@@ -447,8 +465,19 @@ class Settings:
         """Most waiting requests: `max_queue_size`, or by default room for batches per worker."""
         if self.max_queue_size is not None:
             return self.max_queue_size
-        room = QUEUED_BATCHES_PER_WORKER * self.max_batch_size * self.num_workers
+        # With a range the queue has to last until further workers are ready.
+        room = QUEUED_BATCHES_PER_WORKER * self.max_batch_size * self.most_workers
         return max(MIN_QUEUE_SIZE, room)
+
+    @property
+    def fewest_workers(self) -> int:
+        """Workers that are started at first, and never fewer."""
+        return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def most_workers(self) -> int:
+        """Most workers: `num_workers`, or the upper end of its range."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     def changed(self, changes: Reconfiguration) -> "Settings":
         """Copy these settings with some of them changed."""
@@ -459,8 +488,15 @@ class Settings:
                 f"{unknown[0]}: it cannot be changed while the batcher runs; what can is "
                 f"{', '.join(names)}"
             )
+        count = changes.get("num_workers", self.num_workers)
+        if self.devices is not None and count != self.num_workers:
+            raise ConfigurationError(
+                f"num_workers={count!r:.100}: devices={self.devices!r:.100} give the batcher its "
+                f"{self.num_workers} workers; for another number open a batcher with other devices"
+            )
         # A queue keeps its length when `max_batch_size` alone is changed.
-        kept = replace(self, max_queue_size=self.queue_limit)
+        keeps_length = "max_batch_size" in changes
+        kept = replace(self, max_queue_size=self.queue_limit) if keeps_length else self
         return replace(kept, **changes)
 
 
@@ -530,11 +566,11 @@ def reject_unknown_options(given: Iterable[str]) -> None:
 
 def warn_about_workers(settings: Settings) -> None:
     """Warn about more workers than cores, at the line that constructs the batcher."""
-    cores, num_workers = os.cpu_count() or 1, settings.num_workers
-    if num_workers > cores and settings.devices is None:
+    cores = os.cpu_count() or 1
+    if settings.most_workers > cores and settings.devices is None:
         warnings.warn(
-            f"num_workers={num_workers} is more than the {cores} cores of this machine; on a CPU "
-            "the workers will take time from each other",
+            f"num_workers={settings.num_workers} is more than the {cores} cores of this machine; "
+            "on a CPU the workers will take time from each other",
             RuntimeWarning,
             stacklevel=4,
         )

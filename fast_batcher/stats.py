@@ -20,7 +20,8 @@ class BatcherStats:
 
     # "new", "opening", "open", "draining", "closed" or "broken".
     state: str
-    # Workers that can take a batch, out of `num_workers`.
+    # Workers that can take a batch, out of `num_workers`; these change with `reconfigure`, and with
+    # the load if the setting is a range.
     workers_ready: int
     num_workers: int
     # Requests in the queue, and requests on workers whose callers still wait.
@@ -66,6 +67,10 @@ class BatcherStats:
     # Whether this process reports the batcher to observers. With `shared` one server process
     # reports for all of them; see `observing.ReporterChanged`.
     is_reporter: bool = True
+    # Predicted seconds in which the ready workers answer all requests that wait and run; 0.0 if
+    # there are none. None before the first measured batch, and under the policies "greedy" and
+    # "fixed" unless a setting needs predictions: a `cost`, a `max_latency`, a range of workers.
+    backlog: float | None = None
 
     @property
     def mean_batch_size(self) -> float:

@@ -277,6 +277,31 @@ class BatchTimes:
         seconds = batches * self.by_shape.median(_make_shape(full, mean))
         return backlog.delay + seconds / backlog.workers
 
+    def seconds_of_backlog(
+        self, now: float, slots: Sequence[WorkerSlot], requests: int, cost: float
+    ) -> float | None:
+        """Predict by medians the seconds in which these workers answer all they have and the queue.
+
+        Divided by the workers, or by 1 if there are none; None before any observation.
+        """
+        if not self.is_known:
+            return None
+        median = self.by_shape.median
+        work = sum([self.seconds_until_free(now, slot, median) for slot in slots])
+        if requests:
+            mean = cost / requests if self.has_costs else 1.0
+            full = self._full_size(mean)
+            batches, rest = divmod(requests, full)
+            work += batches * median(_make_shape(full, mean))
+            work += median(_make_shape(rest, mean)) if rest else 0.0
+        return work / max(1, len(slots))
+
+    @property
+    def full_batch(self) -> tuple[float, int] | None:
+        """Predict by the median the seconds of a full batch; return them with its size."""
+        size = self._methods.largest_size
+        return (self.by_size.median(size), size) if self.by_size.is_known else None
+
     def _full_size(self, mean: float) -> float:
         """Return the requests of a full batch at this mean cost: full by number, or by cost."""
         size = float(self._methods.largest_size)

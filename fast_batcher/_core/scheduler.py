@@ -493,6 +493,20 @@ class Scheduler:
         """Whether batches are smaller for now because the model ran out of memory."""
         return any(method.size_cap.is_watching for method in self._methods.all)
 
+    def seconds_of_backlog(self, now: float) -> float | None:
+        """Predict the seconds in which the ready workers answer everything; None if unknown."""
+        slots = [slot for slot in self.workers.assignable if not slot.is_stalled]
+        return self._times.seconds_of_backlog(now, slots, self.queue.size, self.queue.cost)
+
+    @property
+    def full_batch(self) -> tuple[float, int] | None:
+        """Predicted seconds of a full batch, and its size; None if unknown."""
+        return self._times.full_batch
+
+    def learn_times(self) -> None:
+        """Learn the times of batches from now on, whatever the policy and the limits need."""
+        self._times.is_wanted = True
+
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one's bytes."""
         if count > self._admission.room(self.queue):
@@ -574,10 +588,15 @@ class Scheduler:
         self._admission.is_draining = True
 
     def worker_ready(
-        self, now: float, worker: int, times: Iterable[tuple[float, float]] = (), stages: int = 1
+        self,
+        now: float,
+        worker: int,
+        times: Iterable[tuple[float, float]] = (),
+        stages: int = 1,
+        index: int = 0,
     ) -> None:
         """Add a worker with its stages, and the sizes and seconds of its warm-up batches."""
-        self.workers.add(worker, stages)
+        self.workers.add(worker, index, stages)
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self.queue))
 
@@ -797,6 +816,7 @@ class Scheduler:
         if release is not _RETRY:
             queue.batch_left(requests)
         batch.isolate_until, batch.left_waiting = isolate_until, queue.size
+        batch.worker_index = slot.index
         for request in requests:
             request.phase = SENT
             request.batch_id = batch_id

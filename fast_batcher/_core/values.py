@@ -282,6 +282,8 @@ class Batch:
     infer_seconds: float = 0.0
     # Requests in the queue that it left behind.
     left_waiting: int = 0
+    # The index of its worker, which outlives the worker: replacements have the same.
+    worker_index: int = 0
     # Until this moment a batch that is tried again is divided if `infer` raises for it.
     isolate_until: float = inf
     # The event of its dispatch, None if no observer follows batches. The shell sets it.

@@ -31,6 +31,8 @@ class WorkerSlot:
     """A worker that has been ready and has not been lost, and its batches."""
 
     id: int
+    # Its position among the batcher's workers, from 0; its replacement has the same.
+    index: int
     # Most batches at a time, and whether it may work on several at the same time.
     most_batches: int
     has_stages: bool
@@ -105,11 +107,11 @@ class WorkerTable:
         yield from self.batches.values()
         yield from self.copying_out.values()
 
-    def add(self, worker: int, stages: int) -> None:
-        """Add a worker that has become ready, and its number of stages."""
+    def add(self, worker: int, index: int, stages: int) -> None:
+        """Add a worker that has become ready, its index and its number of stages."""
         assert worker not in self.slots, "a worker is lost before it can be ready again"
         self.slots[worker] = WorkerSlot(
-            worker, most_batches(stages, self._batches_per_worker), has_stages=stages > 1
+            worker, index, most_batches(stages, self._batches_per_worker), has_stages=stages > 1
         )
 
     def retire(self, worker: int) -> None:

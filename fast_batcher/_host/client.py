@@ -27,13 +27,7 @@ from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.supervision import Restarts
 from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
-from fast_batcher._host.link import (
-    HostLink,
-    find_key,
-    make_generation,
-    make_hello,
-    pack_changes,
-)
+from fast_batcher._host.link import HostLink, find_key, make_generation, make_hello
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     FRAME_SIZE,
@@ -83,7 +77,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import ModelSpec
 from fast_batcher.observing import BatchAnswered, BatchDispatched, BatchLost, ReporterChanged
-from fast_batcher.settings import Settings
+from fast_batcher.settings import Reconfiguration, Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
@@ -234,8 +228,8 @@ class RemoteSession(Session):
         self._reloads: dict[int, asyncio.Future[None]] = {}
         self._reload_numbers = itertools.count()
         self._unsent_reloads: list[bytes] = []
-        # Whether the settings differ from those of a new host.
-        self._is_reconfigured = False
+        # The settings that were changed here, and that a new host may not have.
+        self._changes: Reconfiguration = {}
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
@@ -614,8 +608,8 @@ class RemoteSession(Session):
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
-        if self._is_reconfigured:
-            self._link.send(Kind.RECONFIGURE, pack_changes(self.settings))
+        if self._changes:
+            self._link.send(Kind.RECONFIGURE, dumps(self._changes))
         for body in self._unsent_reloads:
             self._link.send(Kind.RELOAD, body)
         self._unsent_reloads.clear()
@@ -721,13 +715,13 @@ class RemoteSession(Session):
         self._report(True)
         self._link.join()
 
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings in the host, for all API processes."""
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply changes in the host, for all API processes; their other changes stay."""
         self._flush()  # requests that came before the change
         self.settings = settings
-        self._is_reconfigured = True
+        self._changes.update(changes)
         self._inputs.arena.batch_size = settings.batch_limit
-        self._link.send(Kind.RECONFIGURE, pack_changes(settings))
+        self._link.send(Kind.RECONFIGURE, dumps(changes))
 
     def rebind(self, loop: AbstractEventLoop) -> None:
         """Continue on another event loop; the previous loop is closed."""

@@ -45,7 +45,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.settings import Reconfiguration, Settings
+from fast_batcher.settings import Settings
 
 # Texts that the host looks for on the disk, on its event loop, at 2 us each: a vocabulary has more.
 MOST_PATHS = 1000
@@ -63,11 +63,6 @@ def plain_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that a host needs."""
     names = [field.name for field in fields(settings) if field.name not in NOT_OF_HOST]
     return {name: getattr(settings, name) for name in names}
-
-
-def pack_changes(settings: Settings) -> bytes:
-    """Pickle the settings that `reconfigure` may have changed."""
-    return dumps({name: getattr(settings, name) for name in Reconfiguration.__annotations__})
 
 
 def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:

@@ -250,7 +250,7 @@ class HostSession(LocalSession):
             cost=_called_before if hello.has_costs else None,
             group_by=_called_before if hello.has_groups else None,
         )
-        ledger = Ledger(hello.name, settings.num_workers)
+        ledger = Ledger(hello.name)
         # The API processes log the changes that they see.
         status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
@@ -511,7 +511,8 @@ class HostServer:
         elif kind == Kind.OBSERVE:
             self._observe(tenant, session)
         elif kind == Kind.RECONFIGURE:
-            session.reconfigure(session.settings.changed(loads(frame.body)))
+            changes = loads(frame.body)
+            session.reconfigure(session.settings.changed(changes), changes)
         elif kind == Kind.RELOAD:
             call, fields = loads(frame.body)
             self._begin_reload(session, Generation(*fields), tenant, call)

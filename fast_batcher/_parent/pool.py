@@ -77,7 +77,7 @@ class PoolEvents(Protocol):
         """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
 
     def worker_retired(self, worker_id: int, /) -> None:
-        """Give a worker no more batches: another has taken its place."""
+        """Give a worker no more batches: it finishes those it has, and ends."""
 
     def worker_lost(self, worker_id: int, exit: Exit, /) -> None:
         """Handle the death of a worker that was ready."""
@@ -106,8 +106,6 @@ class Replica:
         self.model_spec = model_spec
         # The device of every process of this replica.
         self.placement = placement
-        # Ids for the processes of this replica; no two processes of a pool share an id.
-        self.ids = itertools.count(index, settings.num_workers)
         # None while the replica waits for a restart.
         self.worker: WorkerProcess | None = None
         # A process that loads its model while the worker that it will replace still serves.
@@ -210,9 +208,10 @@ class Reloading:
 
 
 class Pool:
-    """The `num_workers` workers of a batcher, on one event loop at a time.
+    """The workers of a batcher, on one event loop at a time.
 
-    Each process has an id; `id % num_workers` is its index among the workers.
+    Each process has an id of its own, and the index of its replica. `num_workers`, the number of
+    replicas that there should be, may change at any time: see `scale`.
     """
 
     def __init__(
@@ -233,11 +232,14 @@ class Pool:
         # True once no further worker is started.
         self.is_closing = False
 
-        placements = place_workers(settings.devices, settings.num_workers, os.environ)
+        self.num_workers = settings.fewest_workers
+        placements = place_workers(settings.devices, self.num_workers, os.environ)
+        # By index. They follow `num_workers` in the next turn of the loop, or after a reload.
         self._replicas = [
             Replica(index, model_spec, settings, placement)
             for index, placement in enumerate(placements)
         ]
+        self._ids = itertools.count()
         # The record of every worker that is being started or has a process, by id.
         self.workers: dict[int, WorkerProcess] = {}
         # Done when no worker is left; None while nothing waits for it.
@@ -283,6 +285,7 @@ class Pool:
         for worker in [*self.workers.values()]:
             if worker.state is WorkerState.LOADING:
                 self._limit_start(worker)
+        self._scale()
         self._heartbeat_timer = loop.call_later(HEARTBEAT_INTERVAL, self._beat, context=Context())
 
     def alive(self) -> list[WorkerProcess]:
@@ -334,9 +337,10 @@ class Pool:
             and not any(other.is_retired for other in self.workers.values())
             and all(other.successor is None for other in self._replicas)
         )
-        replica = self._replicas[worker.index]
-        if is_due and is_free and replica.worker is worker and monotonic() >= self._recycle_at:
-            self._start(replica)
+        if is_due and is_free and monotonic() >= self._recycle_at:
+            replica = self._find_replica(worker)
+            if replica is not None:
+                self._start(replica)
 
     def read_all(self) -> list[int]:
         """Dispatch the frames that have arrived; return the workers of frames that arrived in part.
@@ -368,14 +372,14 @@ class Pool:
         # Before the retirement, so that there is a ready worker at every moment.
         self._events.worker_ready(worker, times)
         if before is not None:
-            self._retire(before)
+            self._retire(before, "recycled")
         if self.reloading is not None:
             self.reloading.worker_ready(worker)
 
     def start_failed(self, worker: WorkerProcess, error: WorkerStartupError) -> None:
         """Kill a worker that could not be started or load its model, and schedule a restart."""
-        replica = self._replicas[worker.index]
-        if worker not in (replica.worker, replica.successor):
+        replica = self._find_replica(worker)
+        if replica is None:
             return
         worker.set_timer(None)
         worker.kill()
@@ -406,18 +410,26 @@ class Pool:
             self.start_failed(worker, _make_early_exit_error(worker, exit))
             return
         worker.is_serving = False
-        replica = self._replicas[worker.index]
-        if not worker.is_retired:
+        replica = self._find_replica(worker)
+        if replica is not None:
             replica.worker = None
         self.heartbeat.answered(worker.id)
         if not (self.is_closing or exit.is_clean):
             # The log already says why the parent has ended it.
             level = logging.INFO if exit.is_ours else logging.WARNING
-            logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
+            then = "" if replica is None else "; another takes its place"
+            logger.log(level, "%s ended with %s%s", worker.title, exit.text, then)
         self._tell(worker, "lost", exit.text)
         self._events.worker_lost(worker.id, exit)
-        if not worker.is_retired:
+        if replica is not None:
             self._restart_later(replica)
+
+    def _find_replica(self, worker: WorkerProcess) -> Replica | None:
+        """Return the replica of a worker, None if another worker or nobody has its place."""
+        for replica in self._replicas[worker.index : worker.index + 1]:
+            if worker in (replica.worker, replica.successor):
+                return replica
+        return None
 
     def _remove(self, worker: WorkerProcess) -> None:
         """Remove the record of a worker that is dead, or could not be started."""
@@ -433,6 +445,59 @@ class Pool:
 
     # Starting and replacing.
 
+    def scale(self, settings: Settings, num_workers: int) -> None:
+        """Have another number of workers, in the next turn of the loop or after a reload.
+
+        Further workers load the model together. Of too many workers those with the highest indexes
+        finish their batches and end.
+        """
+        self._settings, self.num_workers = settings, num_workers
+        # The caller may be an observer, or not be on the running loop.
+        if not self.loop.is_closed():
+            self.loop.call_soon(self._scale, context=Context())
+
+    def _scale(self) -> None:
+        """Add or remove replicas until there are `num_workers`."""
+        count = self.num_workers
+        if self.is_closing or self.reloading is not None or count == len(self._replicas):
+            return
+        removed, self._replicas[count:] = self._replicas[count:], []
+        for replica in reversed(removed):
+            self._end_replica(replica)
+        placements = place_workers(self._settings.devices, count, os.environ)
+        for index in range(len(self._replicas), count):
+            spec = self._replicas[0].model_spec
+            self._replicas.append(Replica(index, spec, self._settings, placements[index]))
+            self._start(self._replicas[-1])
+        # The removed replicas may have been the last ones that had restarts left.
+        self._note_given_up(self._replicas[0])
+
+    def _end_replica(self, replica: Replica) -> None:
+        """End the workers of a removed replica; a ready worker finishes its batches."""
+        workers = [worker for worker in (replica.worker, replica.successor) if worker is not None]
+        replica.worker = replica.successor = None
+        if replica.restart_timer is not None:
+            replica.restart_timer.cancel()
+        for worker in workers:
+            if worker.is_serving:
+                self._retire(worker, "removed")
+            else:
+                worker.set_timer(None)
+                worker.kill()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a worker loads its model, or will be started soon, in a place without another."""
+        return len(self._replicas) < self.num_workers or any(
+            not replica.is_given_up and (replica.worker is None or not replica.worker.is_serving)
+            for replica in self._replicas
+        )
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a worker has spent its restarts."""
+        return any(replica.is_given_up for replica in self._replicas)
+
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
         assert self.reloading is None, "the session allows one at a time"
@@ -441,6 +506,7 @@ class Pool:
             await self.reloading.done
         finally:
             self.reloading = None
+            self._scale()
 
     def _start(self, replica: Replica) -> None:
         """Start the worker of a replica without one, or the successor of its worker."""
@@ -451,7 +517,8 @@ class Pool:
             return
         slabs = self._memory.slabs
         worker = WorkerProcess(
-            next(replica.ids),
+            next(self._ids),
+            replica.index,
             replica.model_spec,
             self._settings,
             replica.placement,
@@ -507,9 +574,9 @@ class Pool:
         )
         self.start_failed(worker, error)
 
-    def _retire(self, worker: WorkerProcess) -> None:
-        logger.info("%s is recycled", worker.title)
-        self._tell(worker, "recycled")
+    def _retire(self, worker: WorkerProcess, change: WorkerChange) -> None:
+        logger.info("%s is %s", worker.title, change)
+        self._tell(worker, change)
         worker.is_retired = True
         self._events.worker_retired(worker.id)
         if worker.state is WorkerState.ENDING:  # it hangs, and is being ended already
@@ -535,19 +602,29 @@ class Pool:
             replica.worker, replica.successor = replica.successor, None
             return
         replica.restart_timer = self.loop.call_later(delay, self._start, replica, context=Context())
-        reason = (
+        if is_given_up:
+            reason = self._describe_restarts(replica)
+            logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
+            replica.is_given_up = True
+        self._note_given_up(replica)
+        if is_given_up and self.reloading is not None:
+            self.reloading.budget_spent()
+
+    def _describe_restarts(self, replica: Replica) -> str:
+        return (
             f"worker {replica.index} was restarted max_restarts={self._settings.max_restarts} "
             f"times within restart_window={self._settings.restart_window} seconds"
         )
-        if is_given_up:
-            logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
-            replica.is_given_up = True
+
+    def _note_given_up(self, replica: Replica) -> None:
+        """Report that all replicas have spent their restarts, if so; `replica` is the reason."""
         if all(other.is_given_up for other in self._replicas):
+            now = self.loop.time()
             timers = [other.restart_timer for other in self._replicas]
-            next_try = min(timer.when() for timer in timers if timer is not None)
-            self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
-        if is_given_up and self.reloading is not None:
-            self.reloading.budget_spent()
+            # A replica without a timer is being tried now.
+            next_try = min([now if timer is None else timer.when() for timer in timers])
+            reason = self._describe_restarts(replica)
+            self._events.workers_given_up(reason, max(0.0, next_try - now))
 
     def _beat(self) -> None:
         """Ping the idle workers, and replace the workers that have not answered the last ping."""

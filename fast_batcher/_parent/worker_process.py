@@ -315,6 +315,7 @@ class WorkerProcess:
     def __init__(
         self,
         id: int,
+        index: int,
         model_spec: ModelSpec,
         settings: Settings,
         placement: Placement,
@@ -326,7 +327,7 @@ class WorkerProcess:
         # Number of this process among all processes that the pool has started.
         self.id = id
         # Index among the batcher's workers, from 0; its replacement has the same index.
-        self.index = id % settings.num_workers
+        self.index = index
         self.model_spec = model_spec
         self._settings = settings
         self._placement = placement
@@ -338,8 +339,8 @@ class WorkerProcess:
         self.state = WorkerState.LOADING
         # From READY to the death; set by the pool.
         self.is_serving = False
-        # Another worker has taken its place: it finishes its batches, and then ends. Set by the
-        # pool.
+        # Another worker has its place, or there are to be fewer workers: it finishes its batches,
+        # and then ends. Set by the pool.
         self.is_retired = False
         # Answered batches; the pool counts them if workers are recycled.
         self.batches = 0
@@ -386,7 +387,7 @@ class WorkerProcess:
             outbox = _make_outbox(settings)
             if isinstance(outbox, OutboxReader):
                 undo.callback(outbox.close)
-            threads = placement.threads or thread_share(settings.num_workers)
+            threads = placement.threads or thread_share(settings.most_workers)
             process = _context.Process(
                 target=worker_main,
                 args=(

@@ -43,7 +43,7 @@ from fast_batcher.errors import (
     copy_error,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.settings import Settings
+from fast_batcher.settings import Reconfiguration, Settings
 from fast_batcher.stats import BatcherStats, Explanation
 from fast_batcher.types import CachedNone
 
@@ -442,9 +442,9 @@ class CachingSession(Session):
         """Start the workers, without waiting for them."""
         self._inner.begin()
 
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings, which were checked before."""
-        self._inner.reconfigure(settings)
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply the settings with some changes, which were checked before."""
+        self._inner.reconfigure(settings, changes)
         self.settings = settings
 
     @property

@@ -49,7 +49,7 @@ async def process_many(
     deadline = math.inf if limit is None else monotonic() + limit
     # With a target, a batch that waits behind another batch of the same call might be rejected.
     batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1
-    most_in_flight = batches * settings.batch_limit * settings.num_workers
+    most_in_flight = batches * settings.batch_limit * settings.most_workers
     loop = get_running_loop()
     outputs: list[Any] = []
     in_flight: deque[Request] = deque()

@@ -317,8 +317,14 @@ class Counters:
         """Return the last answered batches, oldest first."""
         return [*map(BatchSample._make, self.samples)]
 
-    def snapshot(self, state: str, num_workers: int, load: tuple[int, int, int]) -> BatcherStats:
-        """Copy the present counts, completed by the batcher's state and a `Session.load`."""
+    def snapshot(
+        self,
+        state: str,
+        num_workers: int,
+        load: tuple[int, int, int],
+        backlog: float | None = None,
+    ) -> BatcherStats:
+        """Copy the present counts, completed by the batcher's state and the load of a session."""
         workers_ready, waiting, running = load
         # A wait counts for all requests of its batch.
         samples = self.list_samples()
@@ -351,15 +357,15 @@ class Counters:
             cache_hits=self.cache_results["hit"],
             cache_misses=self.cache_results["miss"],
             cache_coalesced=self.cache_results["coalesced"],
+            backlog=backlog,
         )
 
 
 class Ledger:
     """Ends and counts the requests of one batcher, from its first session to its last."""
 
-    def __init__(self, name: str, num_workers: int = 1, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, name: str, observers: Sequence[Observer] = ()) -> None:
         self._name = name
-        self._num_workers = num_workers
         self.counters = Counters()
         self.observers = Observers(name, observers)
 
@@ -388,9 +394,8 @@ class Ledger:
             if failure is not None:
                 self.note_late_error(failure.error)
         if is_observed:
-            worker = batch.worker % self._num_workers
             outcome_of = list(zip(waiting, ended, strict=True))
-            self.observers.tell(describe_answer(self._name, batch, outcome_of, worker))
+            self.observers.tell(describe_answer(self._name, batch, outcome_of))
 
     def note_late_error(self, error: BatcherError) -> None:
         """Count and log an error of a batch that no caller has got, because they had left."""
@@ -470,15 +475,11 @@ def timeout_of(request: Request, settings: Settings) -> float | None:
 
 
 class Reports:
-    """Builds the error messages and log lines of one batcher."""
+    """Builds the error messages and log lines of one batcher; workers are named by their index."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         self._name = name
         self._settings = settings
-
-    def index(self, worker: int) -> int:
-        """Return a worker's index, from 0; a replacement has its predecessor's index."""
-        return worker % self._settings.num_workers
 
     def expiry_error(self, action: Expire) -> BatcherError:
         """Make the error for the caller of an expired request."""
@@ -503,7 +504,7 @@ class Reports:
             "caller waits for it any more; it gets no other batch before it answers, and is "
             "replaced %s",
             self._name,
-            self.index(worker),
+            worker,
             self._settings.timeout,
             "by infer_timeout alone, which is not set"
             if limit is None
@@ -521,7 +522,7 @@ class Reports:
         self._log_replacement(logging.ERROR, worker, "its device cannot be used any more")
 
     def _log_replacement(self, level: int, worker: int, reason: str) -> None:
-        logger.log(level, "%s: worker %d is replaced: %s", self._name, self.index(worker), reason)
+        logger.log(level, "%s: worker %d is replaced: %s", self._name, worker, reason)
 
     def internal_error(self, error: Exception) -> Callable[[], BatcherError]:
         """Log an internal error, and return a function that makes an error for each caller."""

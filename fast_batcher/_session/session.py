@@ -30,6 +30,7 @@ from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker, SummedPacker
+from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
     QUEUED,
@@ -76,7 +77,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import ModelSpec
 from fast_batcher.observing import WorkerChanged
-from fast_batcher.settings import Settings
+from fast_batcher.settings import Reconfiguration, Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
@@ -147,10 +148,21 @@ class Session(ABC):
     def load(self) -> tuple[int, int, int]:
         """Numbers of ready workers, waiting requests and running requests."""
 
+    @property
+    def num_workers(self) -> int:
+        """Workers that there should be now."""
+        return self.settings.fewest_workers
+
+    @property
+    def backlog(self) -> float | None:
+        """Predicted seconds in which the ready workers answer everything; None if unknown."""
+        return None
+
     def read_stats(self) -> BatcherStats:
         """Return a snapshot of the counts and the load."""
-        state, workers = self.status.state, self.settings.num_workers
-        return self._ledger.counters.snapshot(state, workers, self.load)
+        return self._ledger.counters.snapshot(
+            self.status.state, self.num_workers, self.load, self.backlog
+        )
 
     @abstractmethod
     def explain(self) -> Explanation:
@@ -163,8 +175,8 @@ class Session(ABC):
         """Start the workers, without waiting for them."""
 
     @abstractmethod
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings, which were checked before."""
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply the settings with some changes, which were checked before."""
 
     @property
     @abstractmethod
@@ -295,6 +307,12 @@ class LocalSession(Session):
         self._fragments: dict[int, list[Any]] = {}
         # Indexes of workers that were ready once: when all are in it, the batcher is open.
         self._seen_ready: set[int] = set()
+        # Decides about the number of workers, None if it is fixed; and the timer of its next look.
+        self._scaling: Scaling | None = None
+        self._scaling_timer: asyncio.TimerHandle | None = None
+        # Requests that the scheduler has rejected on arrival.
+        self._rejected = 0
+        self._set_scaling()
 
     def _open_memory(self) -> MemoryService:
         return MemoryService(self.binding.loop, self.settings.max_shared_bytes, self._name)
@@ -390,6 +408,7 @@ class LocalSession(Session):
             return
         self._ledger.counters.submitted += len(arrivals) - len(rejected)
         for request, rejection in rejected:
+            self._rejected += 1
             error = self.status.broken_error() or rejection.to_error()
             self._ledger.reject(request, error, rejection.reason)
 
@@ -402,12 +421,14 @@ class LocalSession(Session):
             error = self._reports.expiry_error(action)
             self._ledger.expire(action.request, error, str(action.reason))
         elif isinstance(action, Stall):
-            self._reports.log_stall(action.worker)
+            slot = self.scheduler.workers.slots.get(action.worker)
+            if slot is not None:  # an observer may have closed the batcher in this turn
+                self._reports.log_stall(slot.index)
         elif isinstance(action, Skip):
             self.sender.skip(action.batch)
         elif isinstance(action, Replace):
             self.pool.replace(action.worker)
-            self._reports.log_infer_timeout(action.worker)
+            self._reports.log_infer_timeout(self.scheduler.workers.slots[action.worker].index)
         else:
             to_error = self._reports.internal_error(action.error)
             for request in action.requests:
@@ -416,8 +437,7 @@ class LocalSession(Session):
     def _send(self, batch: Batch) -> None:
         contexts: list[bytes] = []
         if self._active:
-            worker = self._reports.index(batch.worker)
-            contexts = self._observers.follow(batch, dumps, worker)
+            contexts = self._observers.follow(batch, dumps)
         size = len(batch.requests)
         unsendable = self.sender.send(batch, contexts)
         # While the worker wakes up.
@@ -494,7 +514,7 @@ class LocalSession(Session):
             is_fatal=is_fatal,
         )
         if is_fatal:
-            self._reports.log_fatal_error(batch.worker)
+            self._reports.log_fatal_error(batch.worker_index)
             self.scheduler.workers.retire(batch.worker)
             self.pool.kill(batch.worker)
         return failed if batch.open_count else batch.requests
@@ -621,6 +641,16 @@ class LocalSession(Session):
         return replace(super().read_stats(), padding=self.scheduler.padding)
 
     @property
+    def num_workers(self) -> int:
+        """Workers that there should be now."""
+        return self.pool.num_workers
+
+    @property
+    def backlog(self) -> float | None:
+        """Predicted seconds in which the ready workers answer everything; None if unknown."""
+        return self.scheduler.seconds_of_backlog(monotonic())
+
+    @property
     def queue_room(self) -> int:
         """Requests for which the queue has room; negative after a `reconfigure`."""
         return self.settings.queue_limit - self.scheduler.waiting - len(self._arrivals)
@@ -630,7 +660,7 @@ class LocalSession(Session):
         settings = self.settings
         setup = Setup(
             settings.batch_limit,
-            settings.num_workers,
+            self.pool.num_workers,
             settings.max_batch_cost is not None,
             settings.group_by is not None,
             settings.enabled,
@@ -644,8 +674,8 @@ class LocalSession(Session):
 
     def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
-        self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages)
-        index = self._reports.index(worker.id)
+        index = worker.index
+        self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages, index)
         reloading = self.pool.reloading
         is_reloaded = reloading is not None and reloading.is_awaited(worker.id)
         if index in self._seen_ready and not is_reloaded:
@@ -653,18 +683,23 @@ class LocalSession(Session):
             self._observers.tell(WorkerChanged(self._name, index, "restarted", worker.pid))
         self._seen_ready.add(index)
         if self.status.state is State.OPENING:
-            if len(self._seen_ready) == self.settings.num_workers:
-                self.status.move(Event.ALL_READY)
+            self._notice_all_ready()
         elif self.status.state is State.BROKEN:
             self.status.recover()
         self._advance(monotonic())
 
+    def _notice_all_ready(self) -> None:
+        if self._seen_ready.issuperset(range(self.pool.num_workers)):
+            self.status.move(Event.ALL_READY)
+
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """Retry the requests of a dead worker, or fail them."""
         self._fragments.pop(worker, None)
-        running = self.scheduler.workers.batches.values()
-        lost = [batch for batch in running if batch.worker == worker]
-        how = f"worker {self._reports.index(worker)} ended with {exit.text}"
+        slot = self.scheduler.workers.slots.get(worker)
+        if slot is None:  # the scheduler was closed, and has forgotten its workers
+            return
+        lost = slot.batches
+        how = f"worker {slot.index} ended with {exit.text}"
         if exit.begun is not None and not exit.is_ours:
             for batch in lost:
                 if batch.id <= exit.begun and not batch.open_count:
@@ -698,12 +733,59 @@ class LocalSession(Session):
         self._notice_drained()
 
     def worker_retired(self, worker: int) -> None:
-        """Give a worker no more batches: another has taken its place."""
+        """Give a worker no more batches: it finishes those it has, and ends."""
         self.scheduler.workers.retire(worker)
 
     def idle_workers(self) -> list[int]:
         """Return the ready workers without a batch."""
         return self.scheduler.workers.idle_workers
+
+    # Scaling.
+
+    def _set_scaling(self) -> None:
+        """Scale by the backlog from now on if the settings have a range of workers."""
+        if self._scaling_timer is not None:
+            self._scaling_timer.cancel()
+        self._scaling = self._scaling_timer = None
+        fewest, most = self.settings.fewest_workers, self.settings.most_workers
+        if fewest < most:
+            self._scaling = Scaling(fewest, most, self.settings.max_latency)
+            self.scheduler.learn_times()
+            self._look_later()
+
+    def _look_later(self) -> None:
+        loop = self.binding.loop
+        if not loop.is_closed():
+            self._scaling_timer = loop.call_later(SCALING_INTERVAL, self._scale, context=Context())
+
+    def _scale(self) -> None:
+        """Change the number of workers if the load asks for it."""
+        if self._scaling is None or self.pool.is_closing:
+            return
+        self._look_later()
+        if self.status.state is not State.OPEN:
+            return
+        counters, now = self._ledger.counters, monotonic()
+        load = WorkerLoad(
+            wanted=self.pool.num_workers,
+            ready=self.scheduler.workers.ready_count,
+            is_loading=self.pool.is_loading,
+            is_failing=self.pool.is_failing,
+            arrived=counters.submitted + self._rejected,
+            rejected=self._rejected,
+            backlog=self.scheduler.seconds_of_backlog(now),
+            full_batch=self.scheduler.full_batch,
+        )
+        decision = self._scaling.decide(now, load)
+        if decision is not None:
+            text = "%s: %d workers instead of %d: %s"
+            logger.info(text, self._name, decision.workers, load.wanted, decision.reason)
+            self._have_workers(decision.workers)
+
+    def _have_workers(self, count: int) -> None:
+        """Start further workers, or end those with the highest indexes."""
+        self._seen_ready.intersection_update(range(count))
+        self.pool.scale(self.settings, count)
 
     # Life.
 
@@ -713,12 +795,17 @@ class LocalSession(Session):
         self._observers.watch_collector()
         self.pool.open()
 
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings, which were checked before."""
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply the settings with some changes, which were checked before."""
         self._submit_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
         self.settings = settings
+        count = self.pool.num_workers
+        self._have_workers(min(max(count, settings.fewest_workers), settings.most_workers))
+        self._set_scaling()
+        if self.status.state is State.OPENING:
+            self._notice_all_ready()
         self._arena.batch_size = settings.batch_limit
         self.scheduler.reconfigure(_limits_of(settings), policy)
         if not self.binding.loop.is_closed():
@@ -734,6 +821,7 @@ class LocalSession(Session):
         self._arrivals = [request for request in self._arrivals if not is_beyond_reach(request)]
         self.run_soon()
         self.pool.rebind(loop)
+        self._set_scaling()
 
     @property
     def can_reload(self) -> bool:
@@ -774,6 +862,8 @@ class LocalSession(Session):
         self._observers.unwatch_collector()
         self._fail_open_requests()
         self._stop_timer()
+        if self._scaling_timer is not None:
+            self._scaling_timer.cancel()
         self.pool.stop(grace)
         if not self.binding.loop.is_closed():
             self._notice_drained()

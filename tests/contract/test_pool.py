@@ -136,7 +136,8 @@ async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
     assert worker not in told.links
     await told.until(lambda: told.count("ready") == 3)
     # Another process of the same replica.
-    assert told.events[-1] == ("ready", worker + 2)
+    assert told.events[-1] == ("ready", 2)
+    assert told.links[2].index == worker
     assert second in pids_of(pool)
     assert first not in pids_of(pool)
 

@@ -127,7 +127,8 @@ async def test_the_gauges_add_up_what_batchers_of_one_name_have(gate: Gate, endi
     read = Readings(registry, "gated")
 
     def gauges() -> tuple[float | None, ...]:
-        return read("queue_size"), read("in_flight"), read("workers_ready")
+        names = ("queue_size", "in_flight", "workers_ready", "workers_wanted")
+        return tuple(map(read, names))
 
     async with contextlib.AsyncExitStack() as stack:
         batchers = [DynBatcher(Gated, 1, model_args=(gate.path,), name="gated") for _ in "12"]
@@ -139,14 +140,15 @@ async def test_the_gauges_add_up_what_batchers_of_one_name_have(gate: Gate, endi
         await gate.visit()
         await gate.visit()
         # A worker has the next batch, too.
-        await until(lambda: gauges() == (1, 3, 2))
+        await until(lambda: gauges() == (1, 3, 2, 2))
         gate.close()
         assert [await outcome(task) for task in calls] == [0, 1, 2, 3]
         if ending == "stop":
             for one in batchers:
                 one.stop()
-            await until(lambda: gauges() == (0, 0, 0))
-    assert gauges() == (0, 0, 0)
+            await until(lambda: gauges() == (0, 0, 0, 0))
+    assert gauges() == (0, 0, 0, 0)
+    assert read("backlog_seconds") == 0
 
 
 @pytest.mark.anyio

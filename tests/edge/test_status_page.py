@@ -33,7 +33,7 @@ from fast_batcher.fastapi import status_router
 from fast_batcher.fastapi.errors import RecentErrors
 from fast_batcher.fastapi.status.page import MOST_EVENTS, Report, Streams
 from fast_batcher.fastapi.status.recorder import Recorder, quantiles
-from fast_batcher.observing import AnsweredRequest, BatchAnswered
+from fast_batcher.observing import AnsweredRequest, BatchAnswered, WorkerChange, WorkerChanged
 
 __all__ = ["hosts", "serve"]
 
@@ -253,6 +253,28 @@ def test_quantiles_are_within_five_percent_and_memory_is_bounded() -> None:
 
 
 # --- routes ---------------------------------------------------------------------------------------
+
+
+def test_the_workers_shown_are_those_that_there_should_be() -> None:
+    recorder = Recorder(DynBatcher("app:Model", auto_open=False), 1)
+
+    def change(worker: int, change: WorkerChange, pid: int) -> None:
+        recorder.worker_changed(WorkerChanged("model", worker, change, pid))
+
+    change(1, "started", 5)
+    change(1, "ready", 5)
+    assert [seat.state for seat in recorder.seats] == ["unknown", "ready"]
+    change(1, "removed", 5)
+    recorder.resize(1)
+    # It finishes its batches, and ends.
+    change(1, "lost", 5)
+    assert [seat.state for seat in recorder.seats] == ["unknown"]
+    assert not recorder.losses
+    change(1, "started", 6)
+    change(1, "lost", 5)
+    change(1, "ready", 6)
+    assert [seat.state for seat in recorder.seats] == ["unknown", "ready"]
+    assert not recorder.losses
 
 
 def test_the_page_is_one_file_that_may_load_nothing_and_its_policy_allows_just_its_own_code() -> (

@@ -269,6 +269,7 @@ def test_the_statistics_are_these() -> None:
         *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups"),
         *("late_errors", "padding"),
         "is_reporter",
+        "backlog",
     ]
 
 

@@ -41,6 +41,7 @@ class World:
         together: How many of those come at once.
         arrivals: Moments of other arrivals.
         max_latency: The target of every request, seconds.
+        timeout: After which a request expires, seconds.
         warm_up: Sizes and seconds of batches that the workers have computed before.
         seed: Of pauses and arrivals.
         lateness: Seconds by which the timer rings late.
@@ -60,6 +61,7 @@ class World:
         together: int = 1,
         arrivals: Iterable[float] = (),
         max_latency: float | None = None,
+        timeout: float = 30.0,
         warm_up: Iterable[tuple[float, float]] = (),
         seed: int = 0,
         lateness: float = 0.0,
@@ -70,7 +72,7 @@ class World:
             self.policy,
             max_batch_size=max_batch_size,
             max_queue_size=100_000,
-            timeout=30.0,
+            timeout=timeout,
             max_latency=max_latency,
             workers=0,
         )
@@ -187,7 +189,8 @@ class World:
     def _check_hold(self) -> None:
         """It is never idle in vain, and never idle for long."""
         scheduler = self.scheduler
-        if not scheduler.queue.size or not scheduler.workers.idle_workers:
+        # A retired worker may be idle.
+        if not scheduler.queue.size or scheduler.workers.least_loaded(1) is None:
             self._held = None
             return
         if self._held is None:

@@ -196,7 +196,9 @@ async def calls() -> None:
     batcher.reconfigure(max_batch_size=8, max_delay=None, max_queue_size=None, max_latency=0.5)
     batcher.reconfigure()
 
-    batcher.reconfigure(num_workers=2)  # type: ignore[call-arg]
+    batcher.reconfigure(num_workers=2)
+    batcher.reconfigure(num_workers=(1, 8))
+    batcher.reconfigure(timeout=2.0)  # type: ignore[call-arg]
     batcher.reconfigure(max_batch_size="8")  # type: ignore[arg-type]
     await batcher.process_batched("text", priority="high")  # type: ignore[arg-type]
 

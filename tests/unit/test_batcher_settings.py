@@ -84,7 +84,23 @@ COST = Row([0.5, 1, 10**12], NOT_A_COST, "give a finite number above 0", none=Tr
 TABLE: dict[str, Row] = {
     "max_batch_size": count(1, 2**20),
     "max_delay": seconds(none=True, zero=True),
-    "num_workers": count(1, 1024),
+    "num_workers": Row(
+        [1, 1024, (1, 8), (3, 3), (1, 1024)],
+        [
+            *NOT_A_COUNT,
+            0,
+            1025,
+            (),
+            (1,),
+            (8, 1),
+            (0, 2),
+            (1, 1025),
+            (1, 2, 3),
+            (1.0, 2),
+            (1, True),
+        ],
+        "give a whole number, 1 to 1024",
+    ),
     "policy": Row(
         ["adaptive", "greedy", "fixed"], NOT_A_POLICY, "one of 'adaptive', 'greedy', 'fixed'"
     ),
@@ -182,6 +198,16 @@ async def a_coroutine(_: object) -> float:
         ({"max_batch_size": 0}, "max_batch_size=0: give a whole number, 1 to 1048576"),
         ({"max_queue_size": 0}, "max_queue_size=0: give a whole number, 1 or more"),
         ({"num_workers": True}, "num_workers=True: give a whole number, 1 to 1024"),
+        (
+            {"num_workers": (8, 1)},
+            "num_workers=(8, 1): give a whole number, 1 to 1024, or the fewest and the most "
+            "workers, for example (1, 8)",
+        ),
+        (
+            {"num_workers": (1, 3), "devices": "cpu"},
+            "num_workers=(1, 3): devices=['cpu'] and workers_per_device=1 give 1 workers; omit "
+            "num_workers",
+        ),
         ({"timeout": 0.0}, "timeout=0.0: give seconds as a number, more than 0 and at most a year"),
         ({"max_delay": -1}, "max_delay=-1: give seconds as a number, 0 or more and at most a year"),
         (
@@ -306,6 +332,16 @@ def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them()
     with pytest.warns(RuntimeWarning, match=rf"num_workers={cores + 1} is more than the") as seen:
         DynBatcher(Echo, num_workers=cores + 1)
     assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_the_queue_has_room_for_batches_of_all_workers() -> None:
+    settings = Settings(max_batch_size=256, num_workers=(1, 2))
+    assert settings.queue_limit == 8 * 256 * 2
+    more = settings.changed({"num_workers": 3})
+    assert more.queue_limit == 8 * 256 * 3
+    # Its length was chosen, or belongs to another size of batches.
+    assert more.changed({"max_queue_size": 7}).changed({"num_workers": 4}).queue_limit == 7
+    assert more.changed({"max_batch_size": 8}).queue_limit == 8 * 256 * 3
 
 
 # Under a running loop, where construction goes on to open.

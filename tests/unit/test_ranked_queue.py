@@ -246,7 +246,7 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            requests, _ = batches.choose(1.0, WorkerSlot(0, 2, has_stages=False), arrivals.queue)
+            requests, _ = batches.choose(1.0, WorkerSlot(0, 0, 2, has_stages=False), arrivals.queue)
         finally:
             sys.setprofile(before)
         assert first in requests

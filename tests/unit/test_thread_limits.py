@@ -40,6 +40,11 @@ def test_the_workers_of_all_batchers_share_the_cores(monkeypatch: pytest.MonkeyP
     one.stop()
     shared.stop()
     assert [thread_share(workers) for workers in (1, 5, 12, 13)] == [12, 2, 1, 1]
+    ranged = DynBatcher(Echo, num_workers=(1, 2))
+    assert thread_share(1) == 6
+    ranged.reconfigure(num_workers=1)
+    assert thread_share(1) == 12
+    ranged.stop()
 
 
 def test_what_the_user_has_set_wins() -> None:

@@ -197,6 +197,7 @@ class BatcherReport:
         """Return the present figures."""
         stats, recorder, batcher = self._batcher.stats, self._recorder, self._batcher
         recorder.sample()
+        recorder.resize(stats.num_workers)
         settings = batcher._settings  # noqa: SLF001
         problems = find_problems(batcher, stats, recorder, settings.queue_limit, now)
         return {

@@ -37,7 +37,7 @@ UNKNOWN_REASON = "reason not known here"
 ANSWERS: tuple[Outcome, ...] = ("completed", "failed")
 
 Quantiles = list[float | None]
-# "retired" is a worker of a batcher that was closed.
+# "retired" is a worker of a batcher that was closed, or a worker that was removed.
 SeatState = Literal["unknown", "loading", "ready", "lost", "retired"]
 
 
@@ -146,7 +146,8 @@ class Recorder(Observer):
         slot.queue_wait.update(_buckets([request.queue_wait for request in requests]))
         slot.total.update(_buckets([request.total for request in requests]))
         slot.ends.update([(request.outcome, "") for request in requests])
-        self.seats[event.worker].batches += 1
+        if event.worker < len(self.seats):  # else it finishes its batches, and ends
+            self.seats[event.worker].batches += 1
 
     def request_ended(self, event: RequestEnded) -> None:
         """Count a request that had no answer."""
@@ -195,7 +196,7 @@ class Recorder(Observer):
 
     def worker_changed(self, event: WorkerChanged) -> None:
         """Note which process a worker has, and how the one before it ended."""
-        seat, now = self.seats[event.worker], monotonic()
+        seat, now = self._find_seat(event), monotonic()
         # Beside a worker that is ready, another is started to take its place: it is recycled.
         if event.change == "started" and (
             seat.state != "ready" or self._batcher.state == "opening"
@@ -206,12 +207,27 @@ class Recorder(Observer):
             seat.batches = 0
         elif event.change == "recycled":
             seat.exit("recycled", now)
+        elif event.change == "removed" and event.pid == seat.pid:
+            seat.move("retired", None, now)
         elif event.change == "lost" and event.pid == seat.pid:
             is_loss = self._batcher.state not in ("draining", "closed")
             seat.move("lost" if is_loss else "retired", None, now)
             if is_loss:
                 seat.exit(event.exit_text, now)
                 self.losses.append(now)
+
+    def _find_seat(self, event: WorkerChanged) -> Seat:
+        """Return the seat of a worker, a spare one if the worker was removed before."""
+        if event.worker >= len(self.seats):
+            if event.change != "started":
+                return Seat()
+            self.resize(event.worker + 1)
+        return self.seats[event.worker]
+
+    def resize(self, num_workers: int) -> None:
+        """Have as many seats as there should be workers."""
+        self.seats += [Seat() for _ in range(len(self.seats), num_workers)]
+        del self.seats[num_workers:]
 
     def read(self, now: float, slots: int = SLOTS) -> Slot:
         """Add up the last slots."""

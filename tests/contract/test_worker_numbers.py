@@ -1,0 +1,262 @@
+"""The number of workers while a batcher runs: changed by `reconfigure`, or by the load."""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.loading import NeedsFile
+from models.ordinary import Gated, GatedOnLoad, Slow
+from models.versions import Versioned
+from sessions import pids_of, session_of
+from shared_client import make
+from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, outcome, until
+
+from fast_batcher import ConfigurationError, DynBatcher, NotReadyError
+from fast_batcher.observing import Observer, WorkerChanged
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:num_workers=:RuntimeWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: the pool decides."""
+    return ONE_LOOP
+
+
+class Changes(Observer):
+    """What is told of workers, by their indexes."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        self.seen.append((event.worker, event.change))
+
+    def of(self, change: str) -> list[int]:
+        return [worker for worker, told in self.seen if told == change]
+
+
+class Load:
+    """Callers that ask again as soon as they are answered."""
+
+    def __init__(self, batcher: DynBatcher[Any, Any], callers: int) -> None:
+        self._batcher = batcher
+        self._is_over = False
+        self.fewest_ready = 1000
+        self._tasks = [asyncio.create_task(self._call()) for _ in range(callers)]
+
+    async def _call(self) -> None:
+        while not self._is_over:
+            await self._batcher.process_batched(None)
+            self.fewest_ready = min(self.fewest_ready, self._batcher.stats.workers_ready)
+
+    async def end(self) -> None:
+        """End; raises the first error of a caller."""
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+
+async def test_workers_come_and_go_under_load_and_nothing_is_lost() -> None:
+    changes = Changes()
+    batcher = DynBatcher(Slow, 2, model_args=(0.001,), observers=[changes])
+    async with batcher:
+        (first,) = pids_of(batcher)
+        load = Load(batcher, 12)
+        batcher.reconfigure(num_workers=3)
+        assert batcher.stats.num_workers == 3
+        await until(lambda: batcher.stats.workers_ready == 3)
+        batcher.reconfigure(num_workers=2)
+        batcher.reconfigure(num_workers=1)
+        assert batcher.stats.num_workers == 1
+        await until(lambda: pids_of(batcher) == [first])
+        # The index of a removed worker is free again.
+        batcher.reconfigure(num_workers=2)
+        await until(lambda: batcher.stats.workers_ready == 2)
+        await load.end()
+        assert load.fewest_ready >= 1
+        assert sorted(changes.of("ready")) == [0, 1, 1, 2]
+        assert changes.of("removed") == [2, 1]
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.expired, stats.rejected, stats.restarts) == (0, 0, 0, 0)
+
+
+async def test_a_removed_worker_finishes_its_batches(gate: Gate) -> None:
+    async with DynBatcher(Gated, 1, model_args=(gate.path,), num_workers=2) as batcher:
+        calls = [call(batcher, number) for number in range(2)]
+        visits = [await gate.visit(), await gate.visit()]
+        batcher.reconfigure(num_workers=1)
+        await until(lambda: batcher.stats.workers_ready == 1)
+        for visit in visits:
+            visit.let_on()
+        assert [await outcome(one) for one in calls] == [0, 1]
+        await until(lambda: len(pids_of(batcher)) == 1)
+        assert_balance(batcher)
+
+
+async def test_a_worker_that_loads_is_ended_when_fewer_are_wanted(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    opening = asyncio.create_task(batcher.open())
+    (await gate.visit()).let_on()
+    await opening
+    batcher.reconfigure(num_workers=2)
+    loading = await gate.visit()
+    with Watch([loading.pid]) as watch:
+        batcher.reconfigure(num_workers=1)
+        await watch.until_dead()
+    assert await batcher.process_batched("fine") == "fine"
+    assert (batcher.stats.workers_ready, batcher.stats.restarts) == (1, 0)
+    await batcher.aclose()
+
+
+async def test_opening_ends_with_the_workers_that_are_wanted(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), num_workers=2)
+    opening = asyncio.create_task(batcher.open())
+    visits = [await gate.visit(), await gate.visit()]
+    index_of = {worker.pid: worker.index for worker in session_of(batcher).pool.workers.values()}
+    (first,) = [visit for visit in visits if index_of[visit.pid] == 0]
+    first.let_on()
+    await until(lambda: batcher.stats.workers_ready == 1)
+    assert batcher.state == "opening"
+    batcher.reconfigure(num_workers=1)
+    await opening
+    assert pids_of(batcher) == [first.pid] or len(pids_of(batcher)) == 2
+    await until(lambda: pids_of(batcher) == [first.pid])
+    await batcher.aclose()
+
+
+async def test_the_number_changes_at_the_end_of_a_reload(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    version = f"waits {weights}"
+    async with DynBatcher(Versioned, model_args=("one",)) as batcher:
+        reload = asyncio.create_task(batcher.reload(model_args=(version,)))
+        await until(lambda: len(pids_of(batcher)) == 2)
+        batcher.reconfigure(num_workers=2)
+        assert batcher.stats.num_workers == 2
+        weights.touch()
+        await reload
+        await until(lambda: batcher.stats.workers_ready == 2)
+        answers = await asyncio.gather(*(batcher.process_batched(None) for _ in range(40)))
+        assert {told for told, _ in answers} == {version}
+
+
+async def test_a_batcher_whose_last_good_worker_is_removed_is_broken(tmp_path: Path) -> None:
+    needed = tmp_path / "weights"
+    needed.touch()
+    options: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": LIMIT}
+    async with DynBatcher(NeedsFile, model_args=(str(needed),), **options) as batcher:
+        pool = session_of(batcher).pool
+        (first,) = [worker for worker in pool.workers.values() if worker.index == 0]
+        needed.unlink()
+        first.kill()
+        await until(lambda: pool._replicas[0].is_given_up)
+        assert batcher.state == "open"
+        batcher.reconfigure(num_workers=1)
+        await until(lambda: batcher.state == "broken")
+        assert isinstance(await outcome(call(batcher, "fine")), NotReadyError)
+        # A further worker can start.
+        needed.touch()
+        batcher.reconfigure(num_workers=2)
+        await until(lambda: batcher.state == "open")
+        assert await batcher.process_batched("fine") == "fine"
+
+
+async def test_a_further_worker_that_cannot_load_harms_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    needed = tmp_path / "weights"
+    needed.touch()
+    options: dict[str, Any] = {"max_restarts": None, "restart_backoff": 0.01}
+    async with DynBatcher(NeedsFile, model_args=(str(needed),), **options) as batcher:
+        needed.unlink()
+        batcher.reconfigure(num_workers=2)
+        await until(lambda: "could not load NeedsFile" in caplog.text)
+        assert (batcher.state, batcher.is_ready) == ("open", True)
+        assert await batcher.process_batched("fine") == "fine"
+        needed.touch()
+        await until(lambda: batcher.stats.workers_ready == 2)
+        assert batcher.stats.restarts == 0
+
+
+def test_a_number_that_is_changed_between_two_runs_of_the_loop_counts() -> None:
+    loop = asyncio.new_event_loop()
+    batcher = DynBatcher(Slow, model_args=(0.0,))
+    loop.run_until_complete(batcher.open())
+    batcher.reconfigure(num_workers=2)
+    loop.run_until_complete(until(lambda: batcher.stats.workers_ready == 2))
+    loop.run_until_complete(batcher.aclose())
+    loop.close()
+
+
+async def test_devices_give_their_number_of_workers() -> None:
+    async with DynBatcher(Slow, model_args=(0.0,), devices="cpu") as batcher:
+        batcher.reconfigure(num_workers=1, max_batch_size=4)
+        with pytest.raises(ConfigurationError, match="open a batcher with other devices"):
+            batcher.reconfigure(num_workers=2, max_batch_size=8)
+        assert batcher.stats.num_workers == 1
+        assert batcher._settings.max_batch_size == 4
+
+
+# Shared.
+
+
+@pytest.fixture
+def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A directory of hosts for this test alone."""
+    directory = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "fast_batcher-reaper":
+            thread.join(LIMIT)
+    shutil.rmtree(directory)
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_the_host_changes_the_number_for_all_processes() -> None:
+    one, other = [make("ordinary:Slow", {}, [0.0]) for _ in range(2)]
+    async with one, other:
+        one.reconfigure(num_workers=2)
+        await until(lambda: other.stats.workers_ready == other.stats.num_workers == 2)
+        # The process that changes another setting does not know the number.
+        other.reconfigure(max_queue_size=1)
+        assert await other.process_batched(1) == 1
+        await until(lambda: other.stats.completed == 1)
+        assert other.stats.num_workers == 2
+        one.reconfigure(num_workers=1)
+        await until(lambda: other.stats.workers_ready == other.stats.num_workers == 1)
+        assert await one.process_batched(1) == 1
+
+
+# A range.
+
+
+async def test_a_backlog_starts_a_further_worker(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fast_batcher")
+    batcher = DynBatcher(Slow, 4, model_args=(0.05,), num_workers=(1, 2), name="slow")
+    async with batcher:
+        assert (batcher.stats.num_workers, batcher.state) == (1, "open")
+        # Two seconds of work wait at any moment.
+        load = Load(batcher, 40)
+        await until(lambda: batcher.stats.workers_ready == 2)
+        await load.end()
+        assert batcher.stats.num_workers == 2
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.expired, stats.rejected, stats.restarts) == (0, 0, 0, 0)
+        assert stats.backlog == 0.0
+        # Another range, and a fixed number.
+        batcher.reconfigure(num_workers=(3, 4))
+        assert batcher.stats.num_workers == 3
+        batcher.reconfigure(num_workers=1)
+        await until(lambda: len(pids_of(batcher)) == 1)
+    (line,) = [text for text in caplog.messages if "instead of" in text]
+    assert line.startswith("slow: 2 workers instead of 1: the backlog is ")
