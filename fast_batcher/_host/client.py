@@ -182,6 +182,9 @@ class HostInputs:
             )
 
 
+# Seconds between two looks for a host that another process may have started, perhaps with a model
+# that can be loaded. A look takes a lock and a connection.
+LOOK_INTERVAL = 2.0
 # Seconds that a host may take to end after `stop_timeout`, when it kills its workers.
 END_GRACE = 5.0
 
@@ -630,6 +633,9 @@ class RemoteSession(Session):
             self._hung_up.set()
         elif self.status.state is State.OPENING:
             self._fail_start(error)
+            self._look_later()
+        elif self.status.start_error is not None:
+            self._look_later()
         else:
             logger.warning("%s: %s; trying again", self._name, error)
             self._rejoin_later()
@@ -647,9 +653,15 @@ class RemoteSession(Session):
             text = f"{self._name}: the host process died while it reloaded"
             self._end_reload(number, WorkerLostError(text))
         self._report(True)
-        if self.status.start_error is None:  # else it has ended because the model cannot be loaded
+        if self.status.start_error is None:
             logger.warning("%s: the host process has died; another takes its place", self._name)
             self._rejoin_later()
+        else:  # it has ended because the model cannot be loaded
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """Join the next host that another process starts, perhaps with another model."""
+        self._link.join_later(LOOK_INTERVAL, may_start=False)
 
     def _retry_requests(self) -> None:
         """Send the requests of a dead host again once there is another, or fail them."""

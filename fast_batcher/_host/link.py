@@ -214,6 +214,8 @@ class HostLink:
         self._timer: asyncio.TimerHandle | None = None
         # Set while the next join is to come.
         self._join_timer: asyncio.TimerHandle | None = None
+        # Whether a join starts a missing host.
+        self._may_start = True
         # Whether `host_joined` or `host_unreachable` will follow; and the same for other threads.
         self._is_joining = False
         self._has_joined = threading.Event()
@@ -241,8 +243,9 @@ class HostLink:
         self._has_joined.clear()
         self._thread.run(self._join, self._finish_join)
 
-    def join_later(self, seconds: float) -> None:
-        """Join after a delay."""
+    def join_later(self, seconds: float, *, may_start: bool = True) -> None:
+        """Join after a delay; `host_unreachable` follows if a missing host may not be started."""
+        self._may_start = may_start
         self._join_timer = self._loop.call_later(seconds, self.join, context=Context())
 
     def send(self, kind: int, body: bytes = b"") -> None:
@@ -350,7 +353,8 @@ class HostLink:
 
     def _connect(self) -> Joined:
         try:
-            return connect(self._key, launch_host, self._seconds_left, self._leaving)
+            launch = launch_host if self._may_start else None
+            return connect(self._key, launch, self._seconds_left, self._leaving)
         except TimeoutError as error:
             raise self._make_timeout_error(str(error)) from None
 

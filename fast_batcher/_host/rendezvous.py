@@ -73,11 +73,11 @@ class Joined(NamedTuple):
 
 def connect(
     key: HostKey,
-    launch: Callable[[socket.socket], HostProcess],
+    launch: Callable[[socket.socket], HostProcess] | None,
     seconds: float = LOCK_LIMIT,
     cancelled: threading.Event = _NEVER,
 ) -> Joined:
-    """Connect to the host of a key; start a missing host. Blocks for the lock alone.
+    """Connect to the host of a key; start a missing host with `launch`. Blocks for the lock alone.
 
     The connection reads an end of file or a reset before its first byte if the host dies, or ends,
     before it accepts. Then call this again, unless this process has started the host: that failed.
@@ -89,6 +89,8 @@ def connect(
     with locked(directory, seconds, cancelled):
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return Joined(_dial(path), None, identify_socket(path), _read_record(path) is not None)
+        if launch is None:
+            raise NotReadyError(f"{key.name}: there is no host process")
         _sweep(directory, key)
         return _start(path, key, launch)
 

@@ -3,8 +3,9 @@
     API processes ==> Tenant --accept--> HostSession (scheduler, pool) ==> workers
 
 Host process, on the event loop's thread. The first API process brings settings and model; all that
-come later have the same, because these are part of the key of the host. Log records and events go
-to one API process, the reporter.
+come later have the same, because these are part of the key of the host. After a reload of any of
+them all have the model of the last `Generation`. Log records and events go to one API process, the
+reporter; batches with contexts of callers are followed by the process of one of these.
 """
 
 import asyncio

@@ -106,7 +106,8 @@ class BatchSender:
         """
         requests = batch.requests
         worker = self._workers[batch.worker]
-        if contexts or requests[0].group is not None:
+        group = requests[0].group
+        if contexts or (group is not None and group.method is not None):
             self._announce(batch, contexts)
         if requests[0].staged is not None and self._send_staged(batch, worker):
             return []

@@ -351,8 +351,8 @@ class Status:
             self.move(Event.GIVEN_UP)
 
     def recover(self) -> None:
-        """Recover: a worker is ready again after all had spent their restarts."""
-        self.given_up = None
+        """Recover: a worker is ready, after all had spent their restarts or had not loaded."""
+        self.start_error = self.given_up = None
         self.move(Event.RECOVERED)
 
     def end(self) -> None:

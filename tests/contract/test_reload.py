@@ -288,6 +288,24 @@ async def test_reload_whose_host_dies_fails_and_is_forgotten(tmp_path: Path) -> 
         assert await versions_of(batcher) == {"two"}
 
 
+@pytest.mark.usefixtures("own_directory")
+async def test_reload_in_one_process_opens_the_broken_batchers_of_all() -> None:
+    arguments = *ARGUMENTS[:2], ["bad"]
+    batchers = [shared(*arguments) for _ in range(2)]
+    try:
+        for batcher in batchers:
+            await batcher.open(wait_ready=False)
+        await until(lambda: {batcher.state for batcher in batchers} == {"broken"})
+        await batchers[0].reload(model_args=("good",))
+        await until(lambda: batchers[1].state == "open")
+        for batcher in batchers:
+            assert await versions_of(batcher) == {"good"}
+            assert (batcher.stats.generation, batcher.start_error) == (1, None)
+    finally:
+        for batcher in batchers:
+            await batcher.aclose()
+
+
 @pytest.mark.parametrize("is_bad", [False, True])
 @pytest.mark.usefixtures("own_directory")
 async def test_model_of_the_last_reload_wins_if_a_process_has_missed_it(
