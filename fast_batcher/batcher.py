@@ -161,7 +161,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         self._model_class, self._arguments = model, (model_args, model_kwargs)
         self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
-        refuse_shared_methods(self._model, settings.shared)
+        refuse_shared_methods(self._model, settings.has_host)
         self.name = self._model.name if name is None else name
         warn_about_workers(settings)
         warn_about_hooks(model)
@@ -180,7 +180,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # the types of the method.
         self.methods = BatchMethods(self._call_many, names)
         self._owners = Owners()
-        self._cores = CoreClaim(0 if settings.shared else settings.num_workers)
+        self._cores = CoreClaim(0 if settings.has_host else settings.num_workers)
 
     # Calls.
 
@@ -626,7 +626,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe; the reload goes on.
         """
         await self._status.wait_while_opening()
-        is_broken = self._status.state is State.BROKEN and not self._settings.shared
+        is_broken = self._status.state is State.BROKEN and not self._settings.has_host
         if not is_broken:
             self._find_session()
         elif self._reload is not None and not self._reload.done():
@@ -681,7 +681,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 `needs_context`, and the batcher is `shared`.
         """
         OBSERVERS.check("observer", [observer])
-        refuse_followers([observer], self._settings.shared)
+        refuse_followers([observer], self._settings.has_host)
         self._ledger.observers.add(observer)
 
     @property
@@ -754,7 +754,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         settings, status, ledger = self._settings, self._status, self._ledger
         parts = self._model, settings, status, ledger
         session: Session
-        if settings.shared:
+        if settings.has_host:
             # Most programs need no host.
             from fast_batcher._host.client import RemoteSession
 

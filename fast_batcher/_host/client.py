@@ -23,7 +23,16 @@ from typing import Any
 
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.supervision import Restarts
-from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
+from fast_batcher._core.values import (
+    RETRYING,
+    SENT,
+    Event,
+    Failure,
+    Group,
+    Request,
+    State,
+    settle,
+)
 from fast_batcher._host.link import HostLink, find_key, make_hello, pack_changes
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
@@ -218,6 +227,8 @@ class RemoteSession(Session):
         )
         # The last state that the host has sent; None before the first, and without a host.
         self._host: HostState | None = None
+        # Whether a host was open.
+        self._was_open = False
         # Whether the settings differ from those of a new host.
         self._is_reconfigured = False
         # From that state, or from the one of a host that is gone.
@@ -528,7 +539,13 @@ class RemoteSession(Session):
 
     def _introduce(self) -> Hello:
         self._is_observed = bool(self._ledger.observers.active)
-        return make_hello(self._model_spec, self.settings, self._key, observes=self._is_observed)
+        return make_hello(
+            self._model_spec,
+            self.settings,
+            self._key,
+            observes=self._is_observed,
+            was_open=self._was_open,
+        )
 
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
@@ -558,23 +575,26 @@ class RemoteSession(Session):
 
     def host_lost(self) -> None:
         """Join the next host, which gets the requests of the dead one."""
-        self._host = None
+        host, self._host = self._host, None
+        self.status.waits_for = ""
         if self._hung_up is not None:  # after the goodbye; no request is left
             self._hung_up.set()
             return
-        self._retry_requests()
+        # A host whose first state has not come may have workers.
+        is_open = host is None or host.state == State.OPEN or host.workers_ready > 0
+        self._retry_requests(had_workers=is_open)
         self._report(True)
         if self.status.start_error is None:  # else it has ended because the model cannot be loaded
             logger.warning("%s: the host process has died; another takes its place", self._name)
             self._rejoin_later()
 
-    def _retry_requests(self) -> None:
+    def _retry_requests(self, *, had_workers: bool) -> None:
         """Send the requests of a dead host again once there is another, or fail them."""
         self._inputs.lose()
         for request in self._open:
             if request.staged is not None:
                 request.staged.release()
-        loss = self._open.host_lost()
+        loss = self._open.host_lost(had_workers=had_workers)
         self._arrivals = {request.id: request for request in loss.again} | self._arrivals
         for request in loss.failed:
             self._fail(
@@ -601,12 +621,14 @@ class RemoteSession(Session):
         self._host = host
         self._stats, self._explanation = host.stats, host.explanation
         state = self.status.state
+        self.status.waits_for = host.waits_for
         if host.start_error is not None and state is State.OPENING:
             self._fail_start(unpack_start_error(host.start_error))
         elif host.given_up and (self.status.takes_calls or self.status.given_up):
             self._break(*host.given_up)
         elif host.state == State.OPEN:
             self._restarts.ready(monotonic())
+            self._was_open = True
             if state is State.OPENING:
                 self.status.move(Event.ALL_READY)
             elif state is State.BROKEN:
@@ -693,7 +715,7 @@ class RemoteSession(Session):
 
 def keep_deadline(request: Request, max_latency: float | None) -> None:
     """Let the host count from the arrival here, for a request that is sent some time later."""
-    if request.losses:  # it is not rejected as late: it was accepted before
+    if request.phase == RETRYING:  # it is not rejected as late: it was accepted before
         request.target = math.inf
     elif not request.has_explicit_deadline:
         request.target = math.inf if max_latency is None else request.arrival + max_latency

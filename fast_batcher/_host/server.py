@@ -10,6 +10,7 @@ to one API process, the reporter.
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.host import Reporting, Tenancy
@@ -36,9 +37,10 @@ from fast_batcher._host.protocol import (
 )
 from fast_batcher._host.rendezvous import check_peer
 from fast_batcher._host.tenant import HostSender, OpaquePickler, OpaqueReader, Tenant
+from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerProcess
+from fast_batcher._parent.worker import Exit, WorkerHandle
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import Status
 from fast_batcher._session.outcomes import Ledger, set_exception
@@ -51,7 +53,12 @@ from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import NotReadyError, WorkerStartupError
 from fast_batcher.model import ModelSpec
 from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
+from fast_batcher.ray import RayWorkers
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
+
+if TYPE_CHECKING:
+    # Most hosts need no Ray.
+    from fast_batcher._ray.cluster import Cluster
 
 # Finds an API process, None without one.
 Find = Callable[[], Tenant | None]
@@ -210,6 +217,9 @@ class HostSession(LocalSession):
         # The API processes log the changes that they see.
         status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
+        self._was_open = hello.was_open
+        # None without workers on a cluster.
+        self._cluster: Cluster | None = None
         self._range_size = hello.settings["max_shared_bytes"] // SHARED_PART // PAGE * PAGE
         self._named_paths = hello.named_paths
         # States of the files that the first worker has loaded.
@@ -226,6 +236,15 @@ class HostSession(LocalSession):
     def _open_memory(self) -> MemoryService:
         """Open memory for all ranges. The host writes nothing there."""
         return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
+
+    def _choose_worker_kind(self) -> MakeWorker:
+        if not isinstance(self.settings.workers, RayWorkers):
+            return super()._choose_worker_kind()
+        from fast_batcher._ray.cluster import Cluster
+        from fast_batcher._ray.handle import RayWorker
+
+        self._cluster = Cluster(self.settings.workers)
+        return functools.partial(RayWorker, self._cluster)
 
     def _make_sender(self) -> BatchSender:
         return HostSender(
@@ -244,7 +263,7 @@ class HostSession(LocalSession):
             settle(request)
             set_exception(request, error)
 
-    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches."""
         super().worker_ready(worker, times)
         named = {path: read_state(path) for path in self._named_paths}
@@ -274,6 +293,7 @@ class HostSession(LocalSession):
             explanation=self.explain(),
             start_error=start_error,
             given_up=given_up,
+            waits_for="" if self._cluster is None else self._cluster.describe_wait(),
         )
         return dumps(tuple(state))
 
@@ -295,8 +315,12 @@ class HostSession(LocalSession):
         self._on_change()
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
-        """Break while opening."""
-        super().worker_failed_to_start(worker, error)
+        """Break while opening, unless another host had workers on this cluster before."""
+        is_opening = self.status.state is State.OPENING
+        if self._cluster is not None and self._was_open and is_opening:
+            logger.warning("%s: %s; trying again", self._name, error)
+        else:
+            super().worker_failed_to_start(worker, error)
         self._on_change()
 
     def workers_given_up(self, reason: str, seconds: float) -> None:
