@@ -6,6 +6,7 @@ output the answer.
 """
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import tempfile
 from typing import Any
 
 import psutil
+import pytest
 
 # Ray's own limits are made for networks: here a node that does not answer is dead.
 FAST = {
@@ -33,13 +35,26 @@ FAST = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 MEGABYTE = 2**20
-HEAD = "127.0.0.1"
+# Addresses of the nodes.
+HEAD, OTHER = "127.0.0.1", "127.0.0.2"
+
+
+def _has_ray() -> bool:
+    # A spec would be found for the folder tests/ray, too.
+    try:
+        importlib.metadata.distribution("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+needs_ray = pytest.mark.skipif(not _has_ray(), reason="ray is not installed")
 
 
 class RayCluster:
     """The program, as the tests see it."""
 
-    def __init__(self, *, runtime_path: str) -> None:
+    def __init__(self, runtime_path: str) -> None:
         self.directory = tempfile.mkdtemp(dir="/tmp", prefix="r")
         self._program = subprocess.Popen(
             [sys.executable, __file__, self.directory],
