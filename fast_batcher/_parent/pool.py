@@ -497,11 +497,11 @@ class Pool:
 
     def _finish_spawn(self, worker: WorkerHandle, error: BaseException | None) -> None:
         if error is not None:
-            startup_error = WorkerStartupError(
-                f"worker {worker.index} could not be started: {error!r}"
-            )
-            startup_error.__cause__ = error
-            self.start_failed(worker, startup_error)
+            if not isinstance(error, WorkerStartupError):
+                cause = error
+                error = WorkerStartupError(f"worker {worker.index} could not be started: {cause!r}")
+                error.__cause__ = cause
+            self.start_failed(worker, error)
             self._remove(worker)
         elif worker.is_alive:  # otherwise the pool was stopped meanwhile
             worker.attach(asyncio.get_running_loop())

@@ -84,7 +84,7 @@ class Cluster:
             ) from None
         self._attempt = None
         if error is not None:
-            raise _explain(error, address) from error
+            raise _explain(error, address) from None
 
     def _try_to_connect(self, address: str, outcome: SimpleQueue[BaseException | None]) -> None:
         """Connect, and tell the spawner thread. Call thread."""
@@ -189,7 +189,7 @@ def _probe(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT).close()
     except OSError as error:
-        raise _explain(error, address) from error
+        raise _explain(error, address) from None
 
 
 def _explain(error: BaseException, address: str) -> WorkerStartupError:

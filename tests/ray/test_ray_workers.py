@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from models.on_ray import Complains, Doubles, NeedsModule, Placed
 from ray_nodes import OTHER, RayCluster, needs_ray
-from waits import LIMIT, Watch, assert_balance, until
+from waits import LIMIT, Watch, assert_balance, one_loop, until
 
 from fast_batcher import ConfigurationError, DynBatcher, InferenceError, WorkerStartupError
 from fast_batcher.observing import Observer, WorkerChanged
 from fast_batcher.ray import RayWorkers
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, needs_ray]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, needs_ray, one_loop]
 
 
 class Changes(Observer):

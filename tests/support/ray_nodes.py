@@ -15,10 +15,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
+from paths import PYTHONPATH
+from shared_hosts import Hosts
 
 # Ray's own limits are made for networks: here a node that does not answer is dead.
 FAST = {
@@ -54,14 +57,14 @@ needs_ray = pytest.mark.skipif(not _has_ray(), reason="ray is not installed")
 class RayCluster:
     """The program, as the tests see it."""
 
-    def __init__(self, runtime_path: str) -> None:
+    def __init__(self) -> None:
         self.directory = tempfile.mkdtemp(dir="/tmp", prefix="r")
         self._program = subprocess.Popen(
             [sys.executable, __file__, self.directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **FAST, "PYTHONPATH": runtime_path},
+            env={**os.environ, **FAST, "PYTHONPATH": PYTHONPATH},
         )
         self.address: str = self._command("start", HEAD)
 
@@ -69,9 +72,9 @@ class RayCluster:
         """Start a node."""
         self._command("start", ip)
 
-    def kill(self, ip: str, part: str = "raylet") -> None:
-        """Kill the raylet of a node, or its "gcs_server"; everything else of it ends then."""
-        self._command("kill", ip, part)
+    def kill(self, ip: str) -> None:
+        """Kill all processes of a node."""
+        self._command("kill", ip)
 
     def stop(self) -> None:
         """End all nodes."""
@@ -84,6 +87,26 @@ class RayCluster:
         self._program.stdin.write(json.dumps(words) + "\n")
         self._program.stdin.flush()
         return json.loads(self._program.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[RayCluster]:
+    """A cluster of two nodes, the same for all tests, which leave it as it was."""
+    cluster = RayCluster()
+    try:
+        cluster.start(OTHER)
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def cluster(nodes: RayCluster, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
+    """The cluster, for batchers of this test, whose hosts end with it."""
+    for name, value in FAST.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    return nodes
 
 
 class Keeper:
@@ -124,12 +147,13 @@ class Keeper:
             assert line, f"the node has ended: {''.join(said)}"
         return self.address
 
-    def kill(self, ip: str, part: str) -> None:
-        """Kill a process of a node, and wait until the node has ended."""
+    def kill(self, ip: str) -> None:
+        """Kill the processes of a node, as a loss of power does."""
         node = self._nodes.pop(ip)
-        family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+        family = psutil.Process(node.pid).children(recursive=True)
+        os.kill(node.pid, signal.SIGKILL)
         for process in family:
-            if process.name() == part:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                 process.kill()
         node.communicate()
         psutil.wait_procs(family)

@@ -1,14 +1,16 @@
-"""Models of workers on a Ray cluster."""
+"""Models of workers of any kind, and of workers on a Ray cluster."""
 
 import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fast_batcher import InferenceModel
+from models.base import FOR_EVER
 
 
 class Placed(InferenceModel[Any, Any]):
@@ -52,3 +54,25 @@ class NeedsModule(InferenceModel[Any, Any]):
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         return inputs
+
+
+class Contract(InferenceModel[Any, Any]):
+    """What a worker of any kind does: see tests/contract/test_workers.py."""
+
+    def __init__(self, notes: str = "", fault: str = "") -> None:
+        if fault:
+            raise LookupError(fault)
+        self._notes = notes
+
+    def prepare(self, value: Any) -> Any:
+        return [value]
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        if ["hang"] in inputs:
+            time.sleep(FOR_EVER)
+        if ["raise"] in inputs:
+            raise KeyError("no such key")
+        return [(value, os.getpid()) for (value,) in inputs]
+
+    def close(self) -> None:
+        Path(self._notes, "closed").touch()
