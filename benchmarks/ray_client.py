@@ -22,11 +22,11 @@ async def opened_batcher(load: Load, kind: str, address: str) -> AsyncIterator[P
     from fast_batcher import DynBatcher
     from fast_batcher.ray import RayWorkers
 
-    options: dict[str, Any] = {
-        "local": {},
-        "shared": {"shared": True},
-        "ray": {"workers": RayWorkers(address=address or None)},
-    }[kind]
+    options: dict[str, Any] = {}
+    if kind == "shared":
+        options["shared"] = True
+    elif kind == "ray":
+        options["workers"] = RayWorkers(address=address)
     batcher: DynBatcher[Any, Any] = DynBatcher(
         "benchmarks.systems.ours:Model", load.max_batch_size, model_args=(load.model,), **options
     )

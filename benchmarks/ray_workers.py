@@ -75,7 +75,7 @@ BARS: tuple[tuple[str, str, str, dict[str, float]], ...] = (
     ("no-op", RATE, BATCH, {"at_least": 20}),
     ("no-op", RATE, THROUGHPUT, {"at_least": 20}),
     ("model", RATE, LOCAL, {"at_least": 0.9}),
-    ("model", RATE, THROUGHPUT, {"at_least": 3}),
+    ("model", RATE, BATCH, {"at_least": 3}),
     ("lone", P50, BATCH, {"at_most": 0.33}),
 )
 

@@ -159,6 +159,11 @@ class RayWorker(WorkerHandle):
         """Make the error of a worker that has no node, or has not loaded its model in time."""
         if self.is_placed:
             return super().make_timeout_error()
+        if not self.is_attached:
+            return WorkerStartupError(
+                f"worker {self.index}: the Ray cluster has not answered within "
+                f"{self.start_limit:g} seconds"
+            )
         seconds = self._cluster.workers.placement_timeout
         return WorkerStartupError(
             f"worker {self.index} had no node within placement_timeout={seconds:g} seconds: "
@@ -170,13 +175,12 @@ class RayWorker(WorkerHandle):
 
         self.pid, self.node, self._node_id = place["pid"], place["node"], place["node_id"]
         self._cluster.unplaced.discard(self.id)
-        ours, theirs = find_versions(), place["versions"]
-        differing = [name for name in ours if theirs.get(name) != ours[name]]
-        if differing:
-            named = ", ".join(
-                f"{name} {theirs.get(name)} and not {ours[name]}" for name in differing
+        differences = list_differing(find_versions(), place["versions"])
+        if differences:
+            text = (
+                f"worker {self.index}: the node {self.node} has {', '.join(differences)} of this "
+                "machine; install the same versions"
             )
-            text = f"worker {self.index}: the node {self.node} has {named}, as this machine has"
             self._events.start_failed(self, WorkerStartupError(text))
             return
         self._events.worker_placed(self)
@@ -373,7 +377,7 @@ class RayWorker(WorkerHandle):
         # It may live, if it is unavailable only.
         self._kill_actor()
         assert self._loop is not None, "results are read on a loop"
-        self._look_timer = self._loop.call_later(LOOK_LIMIT, self._conclude, context=Context())
+        self._look_timer = self._loop.call_later(LOOK_LIMIT, self._died, context=Context())
         self._cluster.ask(self._take_nodes)
 
     def _take_nodes(self, alive: frozenset[str]) -> None:
@@ -381,13 +385,7 @@ class RayWorker(WorkerHandle):
         self._is_node_lost = self.is_placed and self._node_id not in alive
         if self._loop is not None:
             with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._conclude, context=Context())
-
-    def _conclude(self) -> None:
-        if self._look_timer is not None:
-            self._look_timer.cancel()
-            self._look_timer = None
-        self._died()
+                self._loop.call_soon_threadsafe(self._died, context=Context())
 
     # Progress and memory.
 
@@ -436,6 +434,9 @@ class RayWorker(WorkerHandle):
         self._lifeline = None
         self._cluster.unplaced.discard(self.id)
         self._cluster.call(self._drop_actor)
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+            self._look_timer = None
         self._ahead.clear()
         self._backlog.clear()
         end_leases(self.leases, None)
@@ -466,6 +467,15 @@ class RayWorker(WorkerHandle):
         if not self._open or (self._is_node_lost and self._settings.idempotent):
             return None
         return min(self._open) if self._settings.idempotent else max(self._open)
+
+
+def list_differing(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """Name the versions in which a node differs from this machine."""
+    return [
+        f"{name} {theirs.get(name, 'without a version')} in place of the {version}"
+        for name, version in ours.items()
+        if theirs.get(name) != version
+    ]
 
 
 def _tells_of_death(error: BaseException) -> bool:

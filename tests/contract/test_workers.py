@@ -85,7 +85,7 @@ async def test_dead_worker_is_replaced_and_the_others_requests_are_answered(
 
 async def test_recycled_worker_has_a_successor_first(options: dict[str, Any]) -> None:
     async with DynBatcher(Placed, max_batches_per_worker=3, **options) as batcher:
-        pids = set()
+        pids: set[int] = set()
         while len(pids) < 2:
             pids.add((await batcher.process_batched("a"))[1])
         assert batcher.stats.failed == 0
