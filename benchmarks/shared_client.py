@@ -9,33 +9,33 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.scenarios import Load, percentiles, steady_rate
+from benchmarks.scenarios import Load, Process, percentiles, steady_rate
 from fast_batcher import DynBatcher
 
 # From one lone request to the next, seconds.
 INTERVAL = 0.02
 
 
-async def call_lone(batcher: DynBatcher[Any, Any], load: Load, seconds: float) -> dict[str, Any]:
+async def call_lone(process: Process, load: Load, seconds: float) -> dict[str, Any]:
     """Send one request at a time, with pauses."""
     payload, latencies = load.payload(), []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         await asyncio.sleep(INTERVAL)
         asked = time.perf_counter()
-        await batcher.process_batched(payload)
+        await process(payload)
         latencies.append(time.perf_counter() - asked)
     return {"requests": len(latencies), **percentiles(latencies)}
 
 
-async def call_all(batcher: DynBatcher[Any, Any], load: Load, seconds: float) -> dict[str, Any]:
+async def call_all(process: Process, load: Load, seconds: float) -> dict[str, Any]:
     """Let each caller ask again as soon as it is answered."""
     end = time.perf_counter() + seconds
     answered: list[list[float]] = [[] for _ in range(load.callers)]
 
     async def call(times: list[float], payload: Any) -> None:
         while time.perf_counter() < end:
-            await batcher.process_batched(payload)
+            await process(payload)
             times.append(time.perf_counter())
 
     await asyncio.gather(
@@ -47,6 +47,14 @@ async def call_all(batcher: DynBatcher[Any, Any], load: Load, seconds: float) ->
     }
 
 
+async def obey(process: Process, load: Load) -> None:
+    """Load a system whenever a line with seconds comes."""
+    run = call_lone if load.callers == 1 else call_all
+    print("ready", flush=True)
+    while seconds := await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await run(process, load, float(seconds))), flush=True)
+
+
 async def main() -> None:
     """Open, obey, close."""
     job = json.loads(sys.argv[1])
@@ -54,14 +62,11 @@ async def main() -> None:
     arguments: tuple[Any, ...] = (load.model,)
     if load.model == "MiniLM":
         model, arguments = "examples.embeddings.model:MiniLM", ()
-    run = call_lone if load.callers == 1 else call_all
     batcher: DynBatcher[Any, Any] = DynBatcher(
         model, load.max_batch_size, model_args=arguments, shared=job["shared"]
     )
     async with batcher:
-        print("ready", flush=True)
-        while seconds := await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps(await run(batcher, load, float(seconds))), flush=True)
+        await obey(batcher.process_batched, load)
 
 
 if __name__ == "__main__":

@@ -84,12 +84,22 @@ class Client:
 
     Args:
         job: What it does.
+        module: Its program.
+        python: Its interpreter.
+        environment: Variables besides ours.
     """
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        job: dict[str, Any],
+        module: str = "benchmarks.shared_client",
+        python: Path = Path(sys.executable),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.shared_client", json.dumps(job)],
+            [str(python), "-m", module, json.dumps(job)],
             cwd=harness.ROOT,
+            env=os.environ | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -138,10 +148,10 @@ def opened(system: str, load: Load) -> Iterator[list[Client]]:
 def measure(system: str, load: Load, seconds: float) -> Figures:
     """Measure once."""
     with opened(system, load) as clients:
-        _run(clients, seconds / 4)
+        run_all(clients, seconds / 4)
         api_pids = [client.process.pid for client in clients]
         before = _read_cpu(api_pids)
-        answers = _run(clients, seconds)
+        answers = run_all(clients, seconds)
         used = _read_cpu(api_pids).since(before)
         memory = _read_pss()
     requests = sum(one["requests"] for one in answers)
@@ -157,7 +167,8 @@ def measure(system: str, load: Load, seconds: float) -> Figures:
     return figures
 
 
-def _run(clients: Sequence[Client], seconds: float) -> list[dict[str, Any]]:
+def run_all(clients: Sequence[Client], seconds: float) -> list[dict[str, Any]]:
+    """Let all send requests at once; return what each says."""
     for client in clients:
         client.run(seconds)
     return [json.loads(client.read()) for client in clients]

@@ -222,7 +222,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # the types of the method.
         self.methods = BatchMethods(self._call_many, names)
         self._owners = Owners()
-        self._cores = CoreClaim(0 if settings.shared else settings.most_workers)
+        self._cores = CoreClaim(0 if settings.has_host else settings.most_workers)
 
     # Calls.
 
@@ -832,7 +832,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         settings, status, ledger = self._settings, self._status, self._ledger
         parts = self._model, settings, status, ledger
         session: Session
-        if settings.shared:
+        if settings.has_host:
             # Most programs need no host.
             from fast_batcher._host.client import RemoteSession
 

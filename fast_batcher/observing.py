@@ -118,6 +118,8 @@ class WorkerChanged:
     pid: int | None
     # How it ended, as "exit code 3" or "signal 9 (SIGKILL)"; "" while it lives.
     exit_text: str = ""
+    # Address of its node in a Ray cluster; "" for this machine.
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)

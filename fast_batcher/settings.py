@@ -69,6 +69,7 @@ class BatcherOptions(TypedDict, total=False):
     enabled: bool
     cache: Cache | None
     key: Callable[[Any], Hashable] | None
+    workers: "RemoteWorkers | None"
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -79,6 +80,12 @@ class Reconfiguration(TypedDict, total=False):
     num_workers: int | tuple[int, int]
     max_queue_size: int | None
     max_latency: float | None
+
+
+class RemoteWorkers:
+    """Workers that are no processes of this machine: see `fast_batcher.ray.RayWorkers`."""
+
+    num_workers: int | tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -214,6 +221,14 @@ def _check_shared(name: str, value: object) -> None:
         raise ConfigurationError(f"{name}={value!r}: give True, False or a printable name")
 
 
+def _check_workers(name: str, value: object) -> None:
+    if not isinstance(value, RemoteWorkers):
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: give a fast_batcher.ray.RayWorkers; processes of this machine "
+            "need num_workers alone"
+        )
+
+
 COUNT = whole()
 # Memory per request in flight is small, but a size with nine digits is a typing error.
 BATCH_SIZE = whole(1, 2**20)
@@ -256,6 +271,12 @@ def check_fields(settings: Any) -> None:
             values.check(field.name, value)
 
 
+# Options that concern this machine alone, and what replaces each with `workers`.
+_OF_THIS_MACHINE = {
+    "devices": "give num_gpus= to the workers: each sees its own GPUs, as cuda:0",
+    "workers_per_device": "give the workers a fraction, for example num_gpus=0.5",
+    "max_rss_bytes": "give max_batches_per_worker=",
+}
 _GIVE_COST = "give cost=, a function from an input to its cost"
 
 
@@ -412,10 +433,16 @@ class Settings:
     key: Annotated[
         Callable[[Any], Hashable] | None, FUNCTION, "Key of an input for `cache`, hashable."
     ] = None
+    workers: Annotated[
+        RemoteWorkers | None,
+        Range("`RayWorkers`", _check_workers),
+        "Workers on a Ray cluster, in place of processes of this machine.",
+    ] = None
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
         check_fields(self)
+        self._take_remote_workers()
         if self.policy == "fixed" and self.max_delay is None:
             raise ConfigurationError(
                 "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so "
@@ -454,6 +481,28 @@ class Settings:
         place_workers(devices, count, os.environ)
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "num_workers", count)
+
+    def _take_remote_workers(self) -> None:
+        """Take `num_workers` from `workers`, and refuse what concerns this machine alone."""
+        if self.workers is None:
+            return
+        count = self.workers.num_workers
+        if self.num_workers not in (1, count):
+            raise ConfigurationError(
+                f"num_workers={self.num_workers}: workers= has num_workers={count}; omit the other"
+            )
+        for name, remedy in _OF_THIS_MACHINE.items():
+            if getattr(self, name) != OPTIONS[name].default:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r:.100}: it has no meaning for workers= on a "
+                    f"cluster; {remedy}"
+                )
+        object.__setattr__(self, "num_workers", count)
+
+    @property
+    def has_host(self) -> bool:
+        """Whether the workers belong to a host process, and not to this one."""
+        return bool(self.shared) or self.workers is not None
 
     @property
     def batch_limit(self) -> int:
@@ -567,7 +616,8 @@ def reject_unknown_options(given: Iterable[str]) -> None:
 def warn_about_workers(settings: Settings) -> None:
     """Warn about more workers than cores, at the line that constructs the batcher."""
     cores = os.cpu_count() or 1
-    if settings.most_workers > cores and settings.devices is None:
+    is_local = settings.devices is None and settings.workers is None
+    if settings.most_workers > cores and is_local:
         warnings.warn(
             f"num_workers={settings.num_workers} is more than the {cores} cores of this machine; "
             "on a CPU the workers will take time from each other",

@@ -17,7 +17,12 @@ import hypothesis
 import psutil
 import pytest
 import uvloop
+from ray_nodes import cluster, nodes
+from shared_hosts import hosts
 from waits import MEASURED, Gate
+
+# Fixtures of tests in several folders.
+__all__ = ["cluster", "hosts", "nodes"]
 
 # How long an example takes depends on the machine, and says nothing about it being right.
 hypothesis.settings.register_profile("ours", deadline=None, print_blob=True)

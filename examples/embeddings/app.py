@@ -25,6 +25,7 @@ from fast_batcher.fastapi import (
     status_router,
 )
 from fast_batcher.prometheus import instrument, metrics_router
+from fast_batcher.ray import RayWorkers
 
 # The model reads 256 tokens and ignores the rest without a word. A text of this length is read to
 # its end: 1000 characters of the sentences beside this file are 223 tokens at most.
@@ -39,10 +40,20 @@ MAX_BATCH_SIZE = int(os.environ.get("MAX_BATCH_SIZE", "32"))
 # Whether several server processes share one copy of each model: for `uvicorn --workers 4`.
 SHARED = os.environ.get("SHARED", "0") == "1"
 
+# Whether the workers are actors of the Ray cluster of this machine: see docs/ray.md.
+WORKERS = RayWorkers() if os.environ.get("RAY", "0") == "1" else None
+
 # The same model, the same thread count, one worker each. Only the batching differs.
-batched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, name="batched", shared=SHARED)
+batched = DynBatcher(
+    MiniLM, max_batch_size=MAX_BATCH_SIZE, name="batched", shared=SHARED, workers=WORKERS
+)
 unbatched = DynBatcher(
-    MiniLM, max_batch_size=MAX_BATCH_SIZE, enabled=False, name="unbatched", shared=SHARED
+    MiniLM,
+    max_batch_size=MAX_BATCH_SIZE,
+    enabled=False,
+    name="unbatched",
+    shared=SHARED,
+    workers=WORKERS,
 )
 batchers = (batched, unbatched)
 

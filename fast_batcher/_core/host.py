@@ -127,15 +127,18 @@ class OpenCalls:
         """Settle and return the requests that the host should have ended before."""
         return settle_open(self._calls.pop_expired(now, GRACE))
 
-    def host_lost(self) -> HostLoss:
-        """Sort the requests that a dead host had; requests that were not sent yet do not change."""
+    def host_lost(self, *, had_workers: bool = True) -> HostLoss:
+        """Sort the requests that a dead host had; requests that were not sent yet do not change.
+
+        A host without workers, as far as is known, has not died of a request.
+        """
         again: list[Request] = []
         failed: list[Request] = []
         poisonous: list[Request] = []
         for request in self:
             if request.phase != SENT:
                 continue
-            request.losses += 1
+            request.losses += had_workers
             if not self._idempotent:
                 failed.append(request)
             elif request.losses >= MOST_LOSSES:

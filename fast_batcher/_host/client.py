@@ -26,7 +26,16 @@ from typing import Any
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.supervision import Restarts
-from fast_batcher._core.values import SENT, Event, Failure, Group, Request, State, settle
+from fast_batcher._core.values import (
+    RETRYING,
+    SENT,
+    Event,
+    Failure,
+    Group,
+    Request,
+    State,
+    settle,
+)
 from fast_batcher._host.link import HostLink, find_key, make_generation, make_hello
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
@@ -233,6 +242,8 @@ class RemoteSession(Session):
         self._unsent_reloads: list[bytes] = []
         # The settings that were changed here, and that a new host may not have.
         self._changes: Reconfiguration = {}
+        # Whether a host was open.
+        self._was_open = False
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
@@ -605,7 +616,12 @@ class RemoteSession(Session):
         self._is_observed = bool(self._ledger.observers.active)
         generation = self._ledger.counters.generation
         return make_hello(
-            self._model.spec, generation, self.settings, self._key, observes=self._is_observed
+            self._model.spec,
+            generation,
+            self.settings,
+            self._key,
+            observes=self._is_observed,
+            was_open=self._was_open,
         )
 
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
@@ -642,11 +658,14 @@ class RemoteSession(Session):
 
     def host_lost(self) -> None:
         """Join the next host, which gets the requests of the dead one."""
-        self._host = None
+        host, self._host = self._host, None
+        self.status.waits_for = ""
         if self._hung_up is not None:  # after the goodbye; no request is left
             self._hung_up.set()
             return
-        self._retry_requests()
+        # A host whose first state has not come may have workers.
+        is_open = host is None or host.state == State.OPEN or host.workers_ready > 0
+        self._retry_requests(had_workers=is_open)
         self._lose_batches("host lost")
         self._model.end_reload()
         for number in [*self._reloads]:
@@ -663,13 +682,13 @@ class RemoteSession(Session):
         """Join the next host that another process starts, perhaps with another model."""
         self._link.join_later(LOOK_INTERVAL, may_start=False)
 
-    def _retry_requests(self) -> None:
+    def _retry_requests(self, *, had_workers: bool) -> None:
         """Send the requests of a dead host again once there is another, or fail them."""
         self._inputs.lose()
         for request in self._open:
             if request.staged is not None:
                 request.staged.release()
-        loss = self._open.host_lost()
+        loss = self._open.host_lost(had_workers=had_workers)
         self._arrivals = {request.id: request for request in loss.again} | self._arrivals
         for request in loss.failed:
             self._fail(
@@ -696,12 +715,14 @@ class RemoteSession(Session):
         self._host = host
         self._stats, self._explanation = host.stats, host.explanation
         state = self.status.state
+        self.status.waits_for = host.waits_for
         if host.start_error is not None and state is State.OPENING:
             self._fail_start(unpack_error(host.start_error))
         elif host.given_up and (self.status.takes_calls or self.status.given_up):
             self._break(*host.given_up)
         elif host.state == State.OPEN:
             self._restarts.ready(monotonic())
+            self._was_open = True
             if state is State.OPENING:
                 self.status.move(Event.ALL_READY)
             elif state is State.BROKEN:
@@ -846,7 +867,7 @@ class RemoteSession(Session):
 
 def keep_deadline(request: Request, max_latency: float | None) -> None:
     """Let the host count from the arrival here, for a request that is sent some time later."""
-    if request.losses:  # it is not rejected as late: it was accepted before
+    if request.phase == RETRYING:  # it is not rejected as late: it was accepted before
         request.target = math.inf
     elif not request.has_explicit_deadline:
         request.target = math.inf if max_latency is None else request.arrival + max_latency

@@ -17,6 +17,7 @@ example. Any process and thread.
 import contextlib
 import copyreg
 import hashlib
+import itertools
 import os
 import select
 import signal
@@ -167,6 +168,10 @@ PER_PROCESS_VARIABLES = frozenset(
 )
 
 
+# Numbers of the keys that no other session has.
+_keys_alone = itertools.count()
+
+
 @dataclass(frozen=True)
 class HostKey:
     """The key of one host."""
@@ -190,11 +195,15 @@ class HostKey:
 def make_key(
     shared: bool | str, own: Mapping[str, str], module_file: str | None, name: str
 ) -> HostKey:
-    """Make the key of the host that a batcher of this process wants."""
+    """Make the key of the host that a batcher of this process wants; unique if not `shared`."""
     supervisor = None
     facets = {**own, **_digest_process(module_file)}
     if isinstance(shared, str):
         scope = digest("name", shared, name)
+    elif not shared:
+        supervisor = os.getpid()
+        started = read_start_time(supervisor)
+        scope = digest("own", find_namespace(), supervisor, started, next(_keys_alone), name)
     else:
         pid, started = _find_parent()
         scope = digest("siblings", find_namespace(), pid, started, name)

@@ -70,11 +70,18 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
     module = model_spec.module
     if module == "__main__":
         raise ConfigurationError(
-            f"shared={settings.shared!r}: {model_spec.name} is defined in the program that is run, "
+            f"{_name_setting(settings)}: {model_spec.name} is defined in the program that is run, "
             "which the workers of another process cannot import; put it into a module of its own"
         )
     own = _digest_settings(settings) | _digest_model(model_spec)
     return make_key(settings.shared, own, find_module_file(module), name)
+
+
+def _name_setting(settings: Settings) -> str:
+    """Name the setting that asks for a host."""
+    return (
+        f"shared={settings.shared!r}" if settings.shared else f"workers={settings.workers!r:.100}"
+    )
 
 
 def _digest_settings(settings: Settings) -> dict[str, str]:
@@ -123,7 +130,13 @@ def make_generation(number: int, model_spec: ModelSpec) -> Generation:
 
 
 def make_hello(
-    model_spec: ModelSpec, generation: int, settings: Settings, key: HostKey, *, observes: bool
+    model_spec: ModelSpec,
+    generation: int,
+    settings: Settings,
+    key: HostKey,
+    *,
+    observes: bool,
+    was_open: bool,
 ) -> Hello:
     """Make the first frame of an API process."""
     return Hello(
@@ -139,6 +152,7 @@ def make_hello(
         library_level=logging.getLogger("fast_batcher").getEffectiveLevel(),
         captures_warnings=warnings.showwarning.__module__ == "logging",
         observes=observes,
+        was_open=was_open,
         supervisor=key.supervisor,
     )
 

@@ -93,6 +93,8 @@ class Hello(NamedTuple):
     captures_warnings: bool
     # Whether events are wanted.
     observes: bool
+    # Whether the batcher was open before, with another host.
+    was_open: bool
     # The process after whose death no further API process will come, or None.
     supervisor: int | None
 
@@ -125,6 +127,8 @@ class HostState(NamedTuple):
     # after all restarts were spent. Both None otherwise.
     start_error: tuple[bytes, str] | None = None
     given_up: tuple[str, float] | None = None
+    # What workers that have no place in a cluster yet wait for; "" for nothing.
+    waits_for: str = ""
 
 
 class Pickled:

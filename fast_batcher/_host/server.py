@@ -11,6 +11,7 @@ reporter; batches with contexts of callers are followed by the process of one of
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from fast_batcher._core.host import Reporting, Tenancy
@@ -45,9 +46,10 @@ from fast_batcher._host.tenant import (
     Tenant,
     find_followed,
 )
+from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerProcess
+from fast_batcher._parent.worker import Exit, WorkerHandle
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.outcomes import Ledger, set_exception
@@ -72,7 +74,12 @@ from fast_batcher.observing import (
     RequestEnded,
     WorkerChanged,
 )
+from fast_batcher.ray import RayWorkers
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
+
+if TYPE_CHECKING:
+    # Most hosts need no Ray.
+    from fast_batcher._ray.cluster import Cluster
 
 # Finds an API process, None without one.
 Find = Callable[[], Tenant | None]
@@ -255,6 +262,9 @@ class HostSession(LocalSession):
         # The API processes log the changes that they see.
         status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
+        self._was_open = hello.was_open
+        # None without workers on a cluster.
+        self._cluster: Cluster | None = None
         self._range_size = hello.settings["max_shared_bytes"] // SHARED_PART // PAGE * PAGE
         # The model of the workers; and the model of the reload that runs, None without one.
         self.generation = hello.generation
@@ -278,6 +288,15 @@ class HostSession(LocalSession):
         """Open memory for all ranges. The host writes nothing there."""
         return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
 
+    def _choose_worker_kind(self) -> MakeWorker:
+        if not isinstance(self.settings.workers, RayWorkers):
+            return super()._choose_worker_kind()
+        from fast_batcher._ray.cluster import Cluster
+        from fast_batcher._ray.handle import RayWorker
+
+        self._cluster = Cluster(self.settings.workers)
+        return functools.partial(RayWorker, self._cluster)
+
     def _make_sender(self) -> BatchSender:
         self.host_sender = HostSender(
             self.settings, self.memory, self.pool.workers, self, self._name, OpaquePickler()
@@ -296,7 +315,7 @@ class HostSession(LocalSession):
             settle(request)
             set_exception(request, error)
 
-    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches."""
         super().worker_ready(worker, times)
         generation, loaded = self.generation, self._loaded
@@ -349,6 +368,7 @@ class HostSession(LocalSession):
             explanation=self.explain(),
             start_error=start_error,
             given_up=given_up,
+            waits_for="" if self._cluster is None else self._cluster.describe_wait(),
         )
         return dumps(tuple(state))
 
@@ -370,8 +390,12 @@ class HostSession(LocalSession):
         self._on_change()
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
-        """Break while opening."""
-        super().worker_failed_to_start(worker, error)
+        """Break while opening, unless another host had workers on this cluster before."""
+        is_opening = self.status.state is State.OPENING
+        if self._cluster is not None and self._was_open and is_opening:
+            logger.warning("%s: %s; trying again", self._name, error)
+        else:
+            super().worker_failed_to_start(worker, error)
         self._on_change()
 
     def workers_given_up(self, reason: str, seconds: float) -> None:

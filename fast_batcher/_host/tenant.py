@@ -26,7 +26,7 @@ from fast_batcher._host.protocol import (
 from fast_batcher._observers import Carried
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import CopyState, StagedInput
-from fast_batcher._parent.worker_process import WorkerProcess
+from fast_batcher._parent.worker import WorkerHandle
 from fast_batcher._session.outcomes import OutcomeReader
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
@@ -173,7 +173,7 @@ class HostSender(BatchSender):
 
 
 def _fill_contexts(
-    worker: WorkerProcess, reservation: Reservation, batch_id: int, managers: list[bytes]
+    worker: WorkerHandle, reservation: Reservation, batch_id: int, managers: list[bytes]
 ) -> None:
     frames = [(Kind.CONTEXTS, batch_id, dumps(managers))] if managers else []
     worker.fill(reservation, frames)

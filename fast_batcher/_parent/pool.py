@@ -1,10 +1,10 @@
 """Pool: starts, watches, recycles, reloads, replaces and ends the workers of one batcher.
 
-    Pool       one per session: the records of its workers (`WorkerProcess`), by id
+    Pool       one per session: the records of its workers (`WorkerHandle`), by id
     Replica    one worker, over the processes that follow each other
     Reloading  a reload that runs: `_core/supervision.py` decides about its order
 
-Parent process. Everything runs on the event loop's thread, except `WorkerProcess.spawn`, which the
+Parent process. Everything runs on the event loop's thread, except `WorkerHandle.spawn`, which the
 spawner thread runs, `stop`, which may run on any thread once the loop is closed, and the end of the
 interpreter: that is the main thread, and pools whose event loop runs on another thread are ended by
 that thread. The pool does not know batches: its listener decides what the loss of a worker means
@@ -35,7 +35,8 @@ from fast_batcher._core.supervision import (
 from fast_batcher._devices import Placement, place_workers
 from fast_batcher._observers import Observers
 from fast_batcher._parent.staging import JobThread, MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerProcess, WorkerState
+from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerHandle, WorkerState
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.channels import Frame, Kind
@@ -70,10 +71,27 @@ MAIN_GUARD = (
 )
 
 
+# Makes a worker; the arguments are those of `WorkerHandle`.
+MakeWorker = Callable[
+    [
+        int,
+        int,
+        ModelSpec,
+        Settings,
+        Placement,
+        Slabs | None,
+        WorkerEvents,
+        Callable[[int, Frame], None],
+        str,
+    ],
+    WorkerHandle,
+]
+
+
 class PoolEvents(Protocol):
     """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
 
-    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]], /) -> None:
+    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]], /) -> None:
         """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
 
     def worker_retired(self, worker_id: int, /) -> None:
@@ -107,9 +125,9 @@ class Replica:
         # The device of every process of this replica.
         self.placement = placement
         # None while the replica waits for a restart.
-        self.worker: WorkerProcess | None = None
+        self.worker: WorkerHandle | None = None
         # A process that loads its model while the worker that it will replace still serves.
-        self.successor: WorkerProcess | None = None
+        self.successor: WorkerHandle | None = None
         self.restart_timer: TimerHandle | None = None
         self._budget = settings.max_restarts, settings.restart_window, settings.restart_backoff
         # Whether the restart budget is spent, and no worker has been ready since.
@@ -147,17 +165,17 @@ class Reloading:
         worker = None if index is None else self._replicas[index].worker
         return worker is not None and worker.id == worker_id and self._is_next(worker)
 
-    def _is_next(self, worker: WorkerProcess) -> bool:
+    def _is_next(self, worker: WorkerHandle) -> bool:
         return worker.index == self._reload.current and worker.model_spec is self._target
 
-    def worker_ready(self, worker: WorkerProcess) -> None:
+    def worker_ready(self, worker: WorkerHandle) -> None:
         """Note that a worker is ready; its replica has it as its worker."""
         if worker.index == self._reload.current:
             if self._is_next(worker):
                 self._reload.replaced()
             self._advance()
 
-    def start_failed(self, worker: WorkerProcess, error: BaseException) -> None:
+    def start_failed(self, worker: WorkerHandle, error: BaseException) -> None:
         """Go back if a worker with the new model could not load it."""
         if not self._is_next(worker):
             return
@@ -222,7 +240,9 @@ class Pool:
         memory: MemoryService,
         observers: Observers,
         name: str,
+        make_worker: MakeWorker = WorkerProcess,
     ) -> None:
+        self._make_worker = make_worker
         self._settings = settings
         self._events = events
         self._memory = memory
@@ -241,7 +261,7 @@ class Pool:
         ]
         self._ids = itertools.count()
         # The record of every worker that is being started or has a process, by id.
-        self.workers: dict[int, WorkerProcess] = {}
+        self.workers: dict[int, WorkerHandle] = {}
         # Done when no worker is left; None while nothing waits for it.
         self._all_dead: asyncio.Future[None] | None = None
         self._spawner = JobThread(self.loop, f"fast_batcher-spawner-{name}")
@@ -288,11 +308,11 @@ class Pool:
         self._scale()
         self._heartbeat_timer = loop.call_later(HEARTBEAT_INTERVAL, self._beat, context=Context())
 
-    def alive(self) -> list[WorkerProcess]:
+    def alive(self) -> list[WorkerHandle]:
         """Return the workers that have a process."""
         return [worker for worker in [*self.workers.values()] if worker.is_alive]
 
-    def _serving(self) -> list[WorkerProcess]:
+    def _serving(self) -> list[WorkerHandle]:
         return [worker for worker in [*self.workers.values()] if worker.is_serving]
 
     # Called by the listener.
@@ -356,7 +376,12 @@ class Pool:
 
     # Called by the workers.
 
-    def worker_loaded(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
+    def worker_placed(self, worker: WorkerHandle) -> None:
+        """Limit the loading of the model from now on."""
+        self._tell(worker, "started")
+        self._limit_start(worker)
+
+    def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
         """Put a ready worker into service; if it is a successor, retire its predecessor."""
         replica = self._replicas[worker.index]
         worker.set_timer(None)
@@ -376,7 +401,7 @@ class Pool:
         if self.reloading is not None:
             self.reloading.worker_ready(worker)
 
-    def start_failed(self, worker: WorkerProcess, error: WorkerStartupError) -> None:
+    def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
         """Kill a worker that could not be started or load its model, and schedule a restart."""
         replica = self._find_replica(worker)
         if replica is None:
@@ -399,7 +424,7 @@ class Pool:
             self._events.worker_failed_to_start(worker.id, error)
             self._restart_later(replica)
 
-    def worker_exited(self, worker: WorkerProcess, exit: Exit) -> None:
+    def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
         """Remove a dead worker, report its loss, and schedule its replacement."""
         self._remove(worker)
         worker.set_timer(None)
@@ -407,7 +432,13 @@ class Pool:
             # It takes 80 ms per 200 MiB that were used.
             self._memory.run_in_thread(worker.outbox.close, lambda _: None)
         if not worker.is_serving:
-            self.start_failed(worker, _make_early_exit_error(worker, exit))
+            error = _make_early_exit_error(worker, exit)
+            if exit.is_node_lost and worker is self._replicas[worker.index].worker:
+                logger.warning("%s: %s; another takes its place", self._name, error)
+                self._replicas[worker.index].worker = None
+                self._restart_later(self._replicas[worker.index])
+            else:
+                self.start_failed(worker, error)
             return
         worker.is_serving = False
         replica = self._find_replica(worker)
@@ -424,23 +455,24 @@ class Pool:
         if replica is not None:
             self._restart_later(replica)
 
-    def _find_replica(self, worker: WorkerProcess) -> Replica | None:
+    def _find_replica(self, worker: WorkerHandle) -> Replica | None:
         """Return the replica of a worker, None if another worker or nobody has its place."""
         for replica in self._replicas[worker.index : worker.index + 1]:
             if worker in (replica.worker, replica.successor):
                 return replica
         return None
 
-    def _remove(self, worker: WorkerProcess) -> None:
+    def _remove(self, worker: WorkerHandle) -> None:
         """Remove the record of a worker that is dead, or could not be started."""
         self.workers.pop(worker.id, None)
         waiter = self._all_dead
         if not (self.workers or waiter is None or waiter.done() or waiter.get_loop().is_closed()):
             waiter.set_result(None)
 
-    def _tell(self, worker: WorkerProcess, change: WorkerChange, exit_text: str = "") -> None:
+    def _tell(self, worker: WorkerHandle, change: WorkerChange, exit_text: str = "") -> None:
         if self._observers.active:
-            event = WorkerChanged(self._name, worker.index, change, worker.pid, exit_text)
+            place = worker.pid, exit_text, worker.node
+            event = WorkerChanged(self._name, worker.index, change, *place)
             self._observers.tell(event)
 
     # Starting and replacing.
@@ -516,7 +548,7 @@ class Pool:
         if self.is_closing:
             return
         slabs = self._memory.slabs
-        worker = WorkerProcess(
+        worker = self._make_worker(
             next(self._ids),
             replica.index,
             replica.model_spec,
@@ -535,29 +567,31 @@ class Pool:
         self._spawner.run(worker.spawn, functools.partial(self._finish_spawn, worker))
         self.workers[worker.id] = worker
 
-    def _limit_start(self, worker: WorkerProcess) -> None:
-        """Give a worker that loads its model `start_timeout` seconds from now on."""
-        seconds = self._settings.start_timeout
-        loop = asyncio.get_running_loop()
-        worker.set_timer(loop.call_later(seconds, self._time_out, worker, context=Context()))
+    def _limit_start(self, worker: WorkerHandle) -> None:
+        """Give the present step of a worker's start its `start_limit` from now on."""
+        timer = asyncio.get_running_loop().call_later(
+            worker.start_limit, self._time_out, worker, context=Context()
+        )
+        worker.set_timer(timer)
 
-    def _finish_spawn(self, worker: WorkerProcess, error: BaseException | None) -> None:
+    def _finish_spawn(self, worker: WorkerHandle, error: BaseException | None) -> None:
         if error is not None:
-            startup_error = WorkerStartupError(
-                f"worker {worker.index} could not be started: {error!r}"
-            )
-            startup_error.__cause__ = error
-            self.start_failed(worker, startup_error)
+            if not isinstance(error, WorkerStartupError):
+                cause = error
+                error = WorkerStartupError(f"worker {worker.index} could not be started: {cause!r}")
+                error.__cause__ = cause
+            self.start_failed(worker, error)
             self._remove(worker)
         elif worker.is_alive:  # otherwise the pool was stopped meanwhile
             worker.attach(asyncio.get_running_loop())
-            self._tell(worker, "started")
+            if worker.is_placed:
+                self._tell(worker, "started")
             if worker.state is WorkerState.ENDING:
                 worker.kill()  # `kill` was called before the process existed
             else:
                 self._limit_start(worker)
 
-    def _time_out(self, worker: WorkerProcess) -> None:
+    def _time_out(self, worker: WorkerHandle) -> None:
         was_attached = worker.is_attached
         self._spawner.take_outcomes()
         if worker.is_attached and not was_attached:
@@ -567,14 +601,9 @@ class Pool:
             worker.read_all()  # READY may have arrived in time, while the loop was blocked
         if worker.state is not WorkerState.LOADING:
             return
-        seconds = self._settings.start_timeout
-        error = WorkerStartupError(
-            f"worker {worker.index} did not load its model within start_timeout={seconds} seconds "
-            "and was ended; raise start_timeout if the model needs longer"
-        )
-        self.start_failed(worker, error)
+        self.start_failed(worker, worker.make_timeout_error())
 
-    def _retire(self, worker: WorkerProcess, change: WorkerChange) -> None:
+    def _retire(self, worker: WorkerHandle, change: WorkerChange) -> None:
         logger.info("%s is %s", worker.title, change)
         self._tell(worker, change)
         worker.is_retired = True
@@ -585,7 +614,7 @@ class Pool:
         worker.ask_to_end()
         self._watch_retired(worker)
 
-    def _watch_retired(self, worker: WorkerProcess) -> None:
+    def _watch_retired(self, worker: WorkerHandle) -> None:
         """End a retired worker that is idle and has not ended within `stop_timeout`."""
         if worker.id in self._events.idle_workers():
             then = functools.partial(self.replace, worker.id)
@@ -731,7 +760,7 @@ class Pool:
             worker.set_timer(None)
 
 
-def _make_early_exit_error(worker: WorkerProcess, exit: Exit) -> WorkerStartupError:
+def _make_early_exit_error(worker: WorkerHandle, exit: Exit) -> WorkerStartupError:
     """Make the error of a worker that has died before it was ready."""
     hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
     return WorkerStartupError(

@@ -20,7 +20,7 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
-from fast_batcher._parent.worker_process import WorkerProcess
+from fast_batcher._parent.worker import WorkerHandle
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
 from fast_batcher._transport import pickling
@@ -80,7 +80,7 @@ class BatchSender:
         self,
         settings: Settings,
         memory: MemoryService,
-        workers: Mapping[int, WorkerProcess],
+        workers: Mapping[int, WorkerHandle],
         events: SenderEvents,
         name: str,
         pickler: InputPickler | None = None,
@@ -128,7 +128,7 @@ class BatchSender:
             worker.send(Kind.METHOD, batch.id, group.method.name.encode())
 
     def _send_apart(
-        self, batch: Batch, values: list[Any], worker: WorkerProcess
+        self, batch: Batch, values: list[Any], worker: WorkerHandle
     ) -> list[tuple[Request, BatcherError]]:
         """Pickle the inputs one by one, and send them through the pipe or shared memory."""
         for request in batch.requests:
@@ -191,7 +191,7 @@ class BatchSender:
             self._warn(slabs)
         return isinstance(slabs, Slabs)
 
-    def _send_staged(self, batch: Batch, worker: WorkerProcess) -> bool:
+    def _send_staged(self, batch: Batch, worker: WorkerHandle) -> bool:
         """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
         inputs: list[StagedInput] = []
         leased: dict[Slab, None] = {}
@@ -218,7 +218,7 @@ class BatchSender:
             staged.release()
         return True
 
-    def _send_shared(self, batch: Batch, pickled: OutOfBandPickle, worker: WorkerProcess) -> bool:
+    def _send_shared(self, batch: Batch, pickled: OutOfBandPickle, worker: WorkerHandle) -> bool:
         """Send a batch; if there is no room for it, return False and do nothing."""
         slabs = self._memory.slabs
         assert isinstance(slabs, Slabs), "`_has_shared_memory` was True"
@@ -257,7 +257,7 @@ class BatchSender:
 
     def _fill(
         self,
-        worker: WorkerProcess,
+        worker: WorkerHandle,
         reservation: Reservation,
         batch: Batch,
         frame: tuple[int, int, bytes],
@@ -272,7 +272,7 @@ class BatchSender:
         else:
             worker.fill(reservation, [frame])
 
-    def _fill_in_band(self, worker: WorkerProcess, reservation: Reservation, batch: Batch) -> None:
+    def _fill_in_band(self, worker: WorkerHandle, reservation: Reservation, batch: Batch) -> None:
         """Send a batch through the pipe, at its reserved position."""
         frames: list[tuple[int, int, bytes]] = []
         unsendable = self._send_items(batch, lambda *frame: frames.append(frame))

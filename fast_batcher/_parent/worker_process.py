@@ -1,11 +1,4 @@
-"""Worker processes in their parent: start, pipes, frames, signals and death.
-
-    pool, sender, session  -->  WorkerProcess   start, pings, frames of batches, end
-    WorkerProcess  --WorkerEvents-->  pool      ready, dead
-
-The pool decides when workers are started, replaced and ended; a `WorkerProcess` does it, and is the
-parent's record of one worker. `spawn` runs on the spawner thread; everything else runs on the
-thread of the event loop, or on the thread that ends the pool once the loop is closed.
+"""Worker processes in their parent: start, pipes, signals, death. Threads: see `WorkerHandle`.
 
 The child is a `multiprocessing` spawn child: a new interpreter that reads its target from a pipe.
 `Process.start()` is not used, because it
@@ -19,95 +12,29 @@ The child is a `multiprocessing` spawn child: a new interpreter that reads its t
 
 import contextlib
 import io
-import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from asyncio import AbstractEventLoop
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import Context
-from enum import Enum
 from io import FileIO
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
-from fast_batcher._devices import Placement, thread_share, worker_environment
+from fast_batcher._devices import thread_share, worker_environment
+from fast_batcher._parent.worker import Exit, WorkerHandle, WorkerState, end_leases
 from fast_batcher._process import PassedDescriptor, opened_descendants, send_signal
-from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
-from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import (
-    KIND_NAMES,
-    Frame,
-    Frames,
-    Kind,
-    LoopChannel,
-    Reservation,
-    open_pipes,
-)
+from fast_batcher._transport.channels import Frames, Kind, LoopChannel, Reservation, open_pipes
 from fast_batcher._transport.logs import LogReceiver, LogSettings, open_log_sockets
-from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.main import WorkerSettings, worker_main
-from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
-from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
-
-if TYPE_CHECKING:
-    from fast_batcher._file_state import FileState
-
-
-class WorkerState(Enum):
-    """State of a worker from its start to its death.
-
-    state    ends with                            frames from the worker           its death is
-    -------  -----------------------------------  -------------------------------  --------------
-    LOADING  READY or STARTUP_FAILED              only these two are expected      a failed start
-    READY    a kill by the parent                 answers, passed to the listener  a loss
-    ENDING   the worker's death                   dropped                          as before
-
-    A worker that was asked to end stays READY: its remaining answers count.
-    """
-
-    LOADING = "loading"
-    READY = "ready"
-    ENDING = "ending"
-
-
-class Exit(NamedTuple):
-    """Exit status of a worker, and the batches it had."""
-
-    # "exit code 3", "signal 9 (SIGKILL)".
-    text: str
-    # A signal ended it.
-    by_signal: bool
-    # It was asked to end, and did so with exit code 0.
-    is_clean: bool
-    # The parent has ended it, and has logged the reason.
-    is_ours: bool
-    # Ids of the batches that it read last and began to compute last, None without any.
-    taken: int | None
-    begun: int | None
-    # SIGKILL came from outside, for example from the OOM killer of Linux.
-    may_be_out_of_memory: bool
-
-
-class WorkerEvents(Protocol):
-    """Events that workers report to their pool, on the event loop's thread."""
-
-    def worker_loaded(self, worker: "WorkerProcess", times: list[tuple[int, float]]) -> None:
-        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
-
-    def start_failed(self, worker: "WorkerProcess", error: WorkerStartupError) -> None:
-        """Handle a worker that could not be started, or could not load its model in time."""
-
-    def worker_exited(self, worker: "WorkerProcess", exit: Exit) -> None:
-        """Handle a death; called once, after all frames of the worker were dispatched."""
-
 
 # Signals that go to the whole process group, and would end a child that is still importing. The
 # child inherits them as blocked, and unblocks them when it has handlers.
@@ -288,16 +215,11 @@ def _open_pidfd(pid: int) -> int | None:
     return None
 
 
-logger = logging.getLogger("fast_batcher")
-
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 # A separate context, because `set_start_method` would change the whole program. Spawn, because a
 # forked child inherits CUDA state that it cannot use, and the parent's pipe ends.
 _context = multiprocessing.get_context("spawn")
-
-# Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
-_READY = WorkerState.READY
 
 
 class _LiveProcess(NamedTuple):
@@ -309,67 +231,14 @@ class _LiveProcess(NamedTuple):
     logs: LogReceiver
 
 
-class WorkerProcess:
-    """A worker process, from its start to its death. A replacement is another object."""
+class WorkerProcess(WorkerHandle):
+    """A worker that is a process of this machine."""
 
-    def __init__(
-        self,
-        id: int,
-        index: int,
-        model_spec: ModelSpec,
-        settings: Settings,
-        placement: Placement,
-        slabs: Slabs | None,
-        events: WorkerEvents,
-        on_frame: Callable[[int, Frame], None],
-        name: str,
-    ) -> None:
-        # Number of this process among all processes that the pool has started.
-        self.id = id
-        # Index among the batcher's workers, from 0; its replacement has the same index.
-        self.index = index
-        self.model_spec = model_spec
-        self._settings = settings
-        self._placement = placement
-        self._slabs = slabs
-        self._events = events
-        self._on_frame = on_frame
-        self._name = name
-
-        self.state = WorkerState.LOADING
-        # From READY to the death; set by the pool.
-        self.is_serving = False
-        # Another worker has its place, or there are to be fewer workers: it finishes its batches,
-        # and then ends. Set by the pool.
-        self.is_retired = False
-        # Answered batches; the pool counts them if workers are recycled.
-        self.batches = 0
-        # The worker reads no further frames.
-        self.was_asked_to_end = False
-        # Slabs that it may still view, by batch id; set by the sender.
-        self.leases: dict[int, list[Slab]] = {}
-        # The worker has closed its end of a pipe, which a dying process does first.
-        self._has_hung_up = False
-        self._timer: TimerHandle | None = None
-        self._loop: AbstractEventLoop | None = None
-        self.is_attached = False
-
-        # Set by `spawn`.
-        self.pid: int | None = None
-        # Memory in which the worker leaves large answers, None without shared memory.
-        self.outbox: OutboxReader | None = None
-        # Batches on which it works at the same time, 1 to 3; set when it is ready.
-        self.stages = 1
-        # Files of the app that the worker has imported; set when it is ready.
-        self.module_files: dict[str, FileState] = {}
-        # None before `spawn` and after `reap`. Setting it to None breaks the reference cycle with
-        # the channel, whose buffer would otherwise live until the next garbage collection.
-        self._live: _LiveProcess | None = None
-
-    @property
-    def title(self) -> str:
-        """Name in logs: the batcher, the worker's index and the process id."""
-        return f"{self._name}: worker {self.index} (pid {self.pid})"
+    # The worker has closed its end of a pipe, which a dying process does first.
+    _has_hung_up = False
+    # None before `spawn` and after `reap`. Setting it to None breaks the reference cycle with the
+    # channel, whose buffer would otherwise live until the next garbage collection.
+    _live: _LiveProcess | None = None
 
     # Start.
 
@@ -469,28 +338,6 @@ class WorkerProcess:
         """Dispatch the frames that have arrived; return as `LoopChannel.drain`."""
         return self._live is not None and self._live.channel.drain()
 
-    def _dispatch(self, frame: Frame) -> None:
-        """Handle a frame according to the state: see `WorkerState`."""
-        if self.state is _READY:
-            self._on_frame(self.id, frame)
-        elif self.state is WorkerState.LOADING:
-            self._finish_loading(frame)
-
-    def _finish_loading(self, frame: Frame) -> None:
-        if frame.kind == Kind.READY:
-            times, self.stages, self.module_files = pickling.loads(frame.body)
-            self.state = WorkerState.READY
-            self._events.worker_loaded(self, times)
-        elif frame.kind == Kind.STARTUP_FAILED:
-            failure = SerializedError(*pickling.loads(frame.body))
-            error = WorkerStartupError(
-                f"worker {self.index} could not load {self.model_spec.name}: {failure.text}"
-            )
-            error.__cause__ = RemoteTraceback(failure.traceback)
-            self._events.start_failed(self, error)
-        else:
-            raise TransportError(f"a worker that is not ready sent {KIND_NAMES[frame.kind]}")
-
     # Progress and memory.
 
     def read_begun(self) -> int | None:
@@ -507,21 +354,6 @@ class WorkerProcess:
             return 0
 
     # End.
-
-    def set_timer(self, timer: TimerHandle | None) -> None:
-        """Set the pool's timer for this worker, and cancel the previous one."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = timer
-
-    def ask_to_end(self) -> None:
-        """Ask the worker to finish its batches, and then to end. Its answers still count."""
-        self.was_asked_to_end = True
-        self.send(Kind.STOP, 0, b"")
-
-    def ignore(self) -> None:
-        """Drop all further frames from this worker: the parent is ending it."""
-        self.state = WorkerState.ENDING
 
     def disconnect(self) -> None:
         """Close the pipes: the worker ends after its current batch."""
@@ -543,19 +375,6 @@ class WorkerProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(live.child.pid, number)
                 send_signal(pidfds, number)
-
-    def kill(self) -> None:
-        """Kill the worker; `worker_exited` follows. During `spawn` it is killed afterwards."""
-        self.ignore()
-        self.signal(signal.SIGKILL)
-
-    def kill_on_protocol_error(self, error: Exception) -> None:
-        """Log that the worker broke the protocol, and kill it."""
-        if self.state is not WorkerState.ENDING:
-            logger.error(
-                "%s broke the protocol and is replaced: %s", self.title, error, exc_info=error
-            )
-        self.kill()
 
     @property
     def death_fd(self) -> int:
@@ -597,22 +416,6 @@ class WorkerProcess:
             self.kill()
         else:
             self.kill_on_protocol_error(error)
-
-    def _died(self) -> None:
-        # The frames of a dead worker can still be read from the pipe.
-        self.read_all()
-        exit = self.reap()
-        if exit is not None:
-            self._events.worker_exited(self, exit)
-
-
-def end_leases(leases: dict[int, list[Slab]], inherited: int | None) -> None:
-    """End the leases of a dead worker; its children may still view batches up to `inherited`."""
-    for batch_id, leased in leases.items():
-        if inherited is not None and batch_id <= inherited:
-            for slab in leased:
-                slab.leak()
-    leases.clear()
 
 
 def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:

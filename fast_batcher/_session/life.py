@@ -305,6 +305,8 @@ class Status:
         # Reason for which the pool has given up for now, or None; and the moment of the next try.
         self.given_up: str | None = None
         self._next_try = 0.0
+        # What workers that have no place in a cluster yet wait for; "" for nothing.
+        self.waits_for = ""
         # Futures of the running `wait_while_opening` calls.
         self._waiters: list[asyncio.Future[None]] = []
         # The moment at which the batcher broke, None while it is not broken.
@@ -314,6 +316,7 @@ class Status:
         """Start an opening, and clear the errors of the previous one."""
         self.is_leaving = False
         self.start_error = self.given_up = None
+        self.waits_for = ""
         self.move(Event.OPEN)
 
     def move(self, event: Event) -> None:

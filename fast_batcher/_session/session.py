@@ -48,10 +48,11 @@ from fast_batcher._core.values import (
     Stall,
     State,
 )
-from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.pool import MakeWorker, Pool
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerProcess
+from fast_batcher._parent.worker import Exit, WorkerHandle
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import (
@@ -293,7 +294,8 @@ class LocalSession(Session):
         self._evaluate = None if evaluator is None else evaluator.evaluate
         self.scheduler = _make_scheduler(settings, methods)
         self.memory = self._open_memory()
-        self.pool = Pool(model.spec, settings, self, self.memory, ledger.observers, self._name)
+        parts = model.spec, settings, self, self.memory, ledger.observers, self._name
+        self.pool = Pool(*parts, self._choose_worker_kind())
         self.sender = self._make_sender()
         self._arena = self.sender.arena
         # Types of inputs that may be staged; empty until the first large input.
@@ -316,6 +318,9 @@ class LocalSession(Session):
 
     def _open_memory(self) -> MemoryService:
         return MemoryService(self.binding.loop, self.settings.max_shared_bytes, self._name)
+
+    def _choose_worker_kind(self) -> MakeWorker:
+        return WorkerProcess
 
     def _make_sender(self) -> BatchSender:
         return BatchSender(self.settings, self.memory, self.pool.workers, self, self._name)
@@ -672,7 +677,7 @@ class LocalSession(Session):
 
     # Events of the pool.
 
-    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
         index = worker.index
         self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages, index)
@@ -680,7 +685,8 @@ class LocalSession(Session):
         is_reloaded = reloading is not None and reloading.is_awaited(worker.id)
         if index in self._seen_ready and not is_reloaded:
             self._ledger.counters.restarts += 1
-            self._observers.tell(WorkerChanged(self._name, index, "restarted", worker.pid))
+            change = WorkerChanged(self._name, index, "restarted", worker.pid, "", worker.node)
+            self._observers.tell(change)
         self._seen_ready.add(index)
         if self.status.state is State.OPENING:
             self._notice_all_ready()

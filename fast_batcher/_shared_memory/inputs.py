@@ -301,6 +301,11 @@ class Slabs:
             owner = (ctypes.c_ubyte * section.length).from_buffer(self._memory, section.start)
             return pickle.PickleBuffer(owner).raw()
 
+    def read(self, start: int, length: int) -> memoryview:
+        """View bytes that were written; the caller must keep their slab meanwhile."""
+        with self._in_use():
+            return memoryview(self._memory)[start : start + length]
+
     def offset_of(self, address: int) -> int:
         """Return an address as an offset in the memory; outside of 0 to `size` if elsewhere."""
         return address - self._address

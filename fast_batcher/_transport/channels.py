@@ -261,6 +261,18 @@ class FrameReader:
         self._start = self.rest = 0
 
 
+def split_frames(data: bytes | memoryview) -> Iterator[Frame]:
+    """Yield the frames of a complete message; the bodies are views of it."""
+    view, start = memoryview(data), 0
+    while start < len(view):
+        magic, kind, length, batch_id, seconds = _HEADER.unpack_from(view, start)
+        if magic != _MAGIC or kind not in KIND_NAMES:
+            raise TransportError("a message of a worker carries something that is not a frame")
+        start += HEADER_SIZE
+        yield Frame(kind, batch_id, seconds, view[start : start + length])
+        start += length
+
+
 class BlockingChannel:
     """Receives frames from the parent, and sends frames to it."""
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lend, make_piece
@@ -19,7 +19,7 @@ from fast_batcher._observers import BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_header
+from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     OutOfBandPickle,
@@ -318,12 +318,32 @@ class BatchJob:
         return [position for position in positions if position not in self.errors]
 
 
+class WorkerChannel(Protocol):
+    """The frames to a worker and from it: a `BlockingChannel`, or the calls of an actor."""
+
+    def receive(self) -> Frame | None:
+        """Return the next frame; None if there is none any more."""
+
+    def send(
+        self,
+        kind: int,
+        batch_id: int = 0,
+        body: bytes = b"",
+        seconds: float = 0.0,
+        ahead: bytes = b"",
+    ) -> None:
+        """Send a frame, behind the frames `ahead`."""
+
+    def send_packed(self, data: bytes) -> None:
+        """Send a whole frame."""
+
+
 class BatchLoop:
     """Main loop of a worker: answers batches with a model until the parent sends STOP."""
 
     def __init__(
         self,
-        channel: BlockingChannel,
+        channel: WorkerChannel,
         models: Mapping[str, Any],
         progress: WorkerProgress,
         inputs: InputReader,

@@ -128,6 +128,34 @@ class WorkerSettings(NamedTuple):
     stage_threads: int = 1
 
 
+class Loaded(NamedTuple):
+    """A model that is loaded and warm."""
+
+    model: Any
+    # The model for each of its methods by name.
+    models: dict[str, Any]
+    stages: Stages
+    # The model whose `infer` runs all stages.
+    in_turn: Any
+    # Sizes and seconds of the warm-up batches.
+    times: list[tuple[int, float]]
+
+
+def load_warm(pickled: bytes | bytearray | memoryview, settings: WorkerSettings) -> Loaded:
+    """Load the model, and warm it up."""
+    model = load_model(pickled, settings.device, settings.worker_index)
+    models = collate_methods(model)
+    stages = Stages(model, settings.stage_threads)
+    in_turn = models["infer"]
+    if stages.count > 1:
+        in_turn = stages.run_in_turn(in_turn.infer)
+    own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
+    times = warm_up(in_turn, own_size or settings.max_batch_size)
+    if settings.freeze_gc:
+        freeze_for_good()
+    return Loaded(model, models, stages, in_turn, times)
+
+
 def worker_main(
     ends: Any,
     progress: WorkerProgress,
@@ -172,29 +200,23 @@ def _load_and_serve(
         return 0
     try:
         views = _check_slabs(slabs)
-        model = load_model(first.body, settings.device, settings.worker_index)
-        models = collate_methods(model)
-        stages = Stages(model, settings.stage_threads)
-        has_stages = stages.count > 1
-        first_model = stages.run_in_turn(models["infer"].infer) if has_stages else models["infer"]
-        own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
-        times = warm_up(first_model, own_size or settings.max_batch_size)
-        if settings.freeze_gc:
-            freeze_for_good()
+        loaded = load_warm(first.body, settings)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=pickling.dumps(pickling.describe(error)))
         return 1
+    stages = loaded.stages
     try:
-        channel.send(Kind.READY, body=pickling.dumps((times, stages.count, read_module_files())))
+        ready = loaded.times, stages.count, read_module_files()
+        channel.send(Kind.READY, body=pickling.dumps(ready))
         if views is not None:
             views.report_forks(progress)
-        loop = BatchLoop(channel, models, progress, InputReader(views), encoder)
-        if has_stages:
+        loop = BatchLoop(channel, loaded.models, progress, InputReader(views), encoder)
+        if stages.count > 1:
             StageLoop(loop, stages).run()
         else:
             loop.run()
     finally:
-        _close_model(model)
+        close_model(loaded.model)
     return 0
 
 
@@ -206,7 +228,8 @@ def _check_slabs(slabs: SlabViews | OSError | None) -> SlabViews | None:
     return slabs
 
 
-def _close_model(model: Any) -> None:
+def close_model(model: Any) -> None:
+    """Call the model's `close`, if it has one."""
     try:
         if hasattr(model, "close"):
             model.close()

@@ -164,6 +164,7 @@ def _may_recover(batcher: DynBatcher[Any, Any], broken_timeout: float | None) ->
 
 def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
     stats, failure = batcher.stats, batcher.start_error
+    waits_for = batcher._status.waits_for  # noqa: SLF001  as above
     return {
         "name": batcher.name,
         "state": stats.state,
@@ -171,6 +172,7 @@ def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
         "num_workers": stats.num_workers,
         "waiting": stats.waiting,
         "start_error": failure and public_text(failure),
+        **({"waits_for": waits_for} if waits_for else {}),
     }
 
 

@@ -22,7 +22,8 @@ from waits import LIMIT, SOON, Gate, Watch, turns
 from fast_batcher._observers import Observers
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerProcess, describe_exit
+from fast_batcher._parent.worker import Exit, WorkerHandle
+from fast_batcher._parent.worker_process import describe_exit
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher.errors import WorkerStartupError
@@ -41,7 +42,7 @@ class Told:
         # Of the warm-up of the worker that was ready last.
         self.times: list[tuple[int, float]] = []
         # The workers that are ready, by id.
-        self.links: dict[int, WorkerProcess] = {}
+        self.links: dict[int, WorkerHandle] = {}
         self._changed = asyncio.Event()
         self._pools: list[Pool] = []
 
@@ -70,7 +71,7 @@ class Told:
         """Send a batch."""
         self.links[worker].send(Kind.INPUT_ATOMS, 7, pickling.dumps(list(inputs)))
 
-    def worker_ready(self, worker: WorkerProcess, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
         self.times = times
         self.links[worker.id] = worker
         self._tell("ready", worker.id)

@@ -16,6 +16,7 @@ from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 
 from fast_batcher import DeadlineExceededError, DynBatcher
 from fast_batcher._parent.staging import MOST_AT_ONCE
+from fast_batcher._parent.worker import WorkerHandle
 from fast_batcher._parent.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -27,21 +28,22 @@ STARTS_IN_TIME = 8.0
 DISPATCH = 2
 
 
-def block_the_loop(handle: WorkerProcess, seconds: float) -> None:
+def block_the_loop(handle: WorkerHandle, seconds: float) -> None:
     """Until the worker has answered, and so many seconds have passed: an endpoint's mistake."""
     deadline = monotonic() + seconds
+    assert isinstance(handle, WorkerProcess)
     assert handle._live is not None
     source = handle._live.channel._source
     assert select.select([source], [], [], LIMIT)[0], "the worker said nothing"
     time.sleep(max(0.0, deadline - monotonic()))
 
 
-def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerProcess:
+def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerHandle:
     (worker,) = workers_of(batcher)
     return worker
 
 
-def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerProcess]:
+def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerHandle]:
     return session_of(batcher).pool.alive()
 
 

@@ -32,6 +32,7 @@ FLOORS: dict[str, int] = {
     "settings": 0,
     "configuration": 0,
     "types": 0,
+    "ray": 0,
     "encoding": 0,
     "_arrays": 0,
     "_core": 1,
@@ -39,6 +40,7 @@ FLOORS: dict[str, int] = {
     "_shared_memory": 2,
     "_parent": 3,
     "_worker": 3,
+    "_ray": 3,
     "_session": 4,
     "_host": 4,
     "batcher": 4,
@@ -81,7 +83,10 @@ NOT_OF_OURS_IN_WORKER = {
     "fastapi",
 }
 # What `import fast_batcher` must not load: whoever needs it has it and loads it himself.
-HEAVY = {"fastapi", "numpy", "opentelemetry", "prometheus_client", "pydantic", "starlette", "torch"}
+HEAVY = {
+    *("fastapi", "numpy", "opentelemetry", "prometheus_client", "pydantic", "ray", "starlette"),
+    "torch",
+}
 # "__mp_main__" is another name that multiprocessing gives to "__main__".
 PYTHON_AND_OURS = {*sys.stdlib_module_names, PACKAGE, "__main__", "__mp_main__"}
 # Calls that are wrong everywhere in a library like this, and why.
@@ -225,6 +230,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors", "_devices", "observing", "types"},
     "configuration": {"errors", "settings"},
     "_devices": {"errors"},
+    "ray": {"errors", "settings"},
     "model": {"_arrays.collation", "errors", "settings"},
     "_arrays": {"errors", "settings"},
 }
@@ -282,8 +288,9 @@ def test_the_core_has_no_coroutines(name: str) -> None:
 # The worker.
 
 
-def test_nothing_that_the_worker_loads_is_of_the_parents_half() -> None:
-    reached = reachable_from("_worker.main")
+@pytest.mark.parametrize("name", ["_worker.main", "_ray.actor"])
+def test_nothing_that_the_worker_loads_is_of_the_parents_half(name: str) -> None:
+    reached = reachable_from(name)
     assert "_transport.channels" in reached
     assert not {name.split(".")[0] for name in reached} & NOT_OF_OURS_IN_WORKER
     for name in reached:
@@ -304,6 +311,15 @@ def test_a_worker_has_no_event_loop(statement: str) -> None:
     loaded = modules_after(statement)
     assert not top_levels(loaded) & (NOT_IN_WORKER | HEAVY)
     assert not loaded & {f"{PACKAGE}.{name}" for name in NOT_OF_OURS_IN_WORKER}
+
+
+def test_host_and_actor_alone_import_ray() -> None:
+    importers = {
+        source.part
+        for source in SOURCES.values()
+        if "ray" in top_levels({target.module for target in source.imports()})
+    }
+    assert importers == {"_ray"}
 
 
 # The package.

@@ -182,6 +182,7 @@ def test_the_options() -> None:
         "enabled": True,
         "cache": None,
         "key": None,
+        "workers": None,
     }
 
 
@@ -209,7 +210,7 @@ def test_each_option_says_what_a_file_or_a_command_line_needs() -> None:
     assert {name for name, option in OPTIONS.items() if option.is_live} == {
         *Reconfiguration.__annotations__
     }
-    objects = {"cost", "group_by", "observers", "cache", "key"}
+    objects = {"cost", "group_by", "observers", "cache", "key", "workers"}
     assert {name for name, option in OPTIONS.items() if not option.types} == objects
     devices = OPTIONS["devices"]
     assert (devices.types, devices.is_optional, devices.default) == ((str, list), True, None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fast_batcher._core.host import GRACE, MOST_LOSSES, OpenCalls
-from fast_batcher._core.values import QUEUED, SENT, Request, settle
+from fast_batcher._core.values import QUEUED, RETRYING, SENT, Request, settle
 
 
 def make(calls: OpenCalls, now: float, deadline: float | None = None) -> Request:
@@ -74,6 +74,15 @@ def test_a_dead_host_costs_a_request_one_of_two_tries() -> None:
     assert all(one.is_settled for one in requests)
     assert [*calls] == [waiting]
     assert (waiting.losses, waiting.phase) == (0, QUEUED)
+
+
+def test_host_without_workers_dies_of_no_request() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+    request = make(calls, 0.0)
+    for _ in range(MOST_LOSSES + 1):
+        request.phase = SENT
+        assert calls.host_lost(had_workers=False) == ([request], [], [])
+    assert (request.losses, request.phase) == (0, RETRYING)
 
 
 def test_requests_that_must_not_be_computed_twice_fail_at_once() -> None:

@@ -316,7 +316,7 @@ def _named(values: Quantiles) -> dict[str, float | None]:
 def _describe_seat(seat: Seat, batcher_state: str, now: float) -> dict[str, Any]:
     """Describe a worker, as far as its batcher still has it."""
     state, pid = seat.state, seat.pid
-    memory = None if pid is None else _read_memory(pid)
+    memory = None if pid is None or seat.node else _read_memory(pid)
     if batcher_state in ("new", "closed") and state != "unknown":
         state, pid = "retired", None
     elif batcher_state == "broken" and state == "loading" and memory is None:
@@ -325,6 +325,7 @@ def _describe_seat(seat: Seat, batcher_state: str, now: float) -> dict[str, Any]
     return {
         "state": state,
         "pid": pid,
+        "node": seat.node,
         "age": None if state == "unknown" else now - seat.since,
         "batches": seat.batches,
         "memory_bytes": None if pid is None else memory,

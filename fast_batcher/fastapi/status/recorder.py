@@ -90,6 +90,8 @@ class Seat:
 
     state: SeatState = "unknown"
     pid: int | None = None
+    # Address of the process's node in a Ray cluster; "" for this machine.
+    node: str = ""
     # When it came into this state.
     since: float = 0.0
     # Batches that the present process has answered.
@@ -104,9 +106,9 @@ class Seat:
         self.exits += 1
         self.exit_text, self.exited_at = text, now
 
-    def move(self, state: SeatState, pid: int | None, now: float) -> None:
+    def move(self, state: SeatState, pid: int | None, now: float, node: str = "") -> None:
         """Note a new state, and its process."""
-        self.state, self.pid, self.since = state, pid, now
+        self.state, self.pid, self.since, self.node = state, pid, now, node
 
 
 class Recorder(Observer):
@@ -201,9 +203,9 @@ class Recorder(Observer):
         if event.change == "started" and (
             seat.state != "ready" or self._batcher.state == "opening"
         ):
-            seat.move("loading", event.pid, now)
+            seat.move("loading", event.pid, now, event.node)
         elif event.change == "ready":
-            seat.move("ready", event.pid, now)
+            seat.move("ready", event.pid, now, event.node)
             seat.batches = 0
         elif event.change == "recycled":
             seat.exit("recycled", now)

@@ -293,7 +293,7 @@ function workers(one) {
     `${worker.index}`,
     h(worker.state === "lost" ? "span.critical-text" : worker.state === "loading" ? "span.warning-text" : "span", null,
       WORKER_STATES[worker.state] || (["new", "opening"].includes(one.state) ? "not started" : UNKNOWN)),
-    age(worker.age), worker.pid === null ? NONE : `${worker.pid}`, ...[worker.batches, bytes(worker.memory_bytes), worker.exits].map((value) =>
+    age(worker.age), worker.pid === null ? NONE : worker.node ? `${worker.pid} on ${worker.node}` : `${worker.pid}`, ...[worker.batches, bytes(worker.memory_bytes), worker.exits].map((value) =>
       worker.state === "unknown" ? NONE : typeof value === "number" ? whole(value) : value),
     worker.exit_text ? `${worker.exit_text}, ${age(worker.exit_age)} ago` : NONE,
   ])));

@@ -1,0 +1,226 @@
+"""`ModelActor`: a worker on a node of a Ray cluster. Runs in the actor's process.
+
+    place            process, node, versions     ->  the host compares the versions
+    load             the model                   ->  READY, or STARTUP_FAILED
+    compute          frames of a batch           ->  frames of its answer
+    ping             (idle)                      ->  PONG
+    stop             model.close()               ->  the host ends the actor
+    watch            never returns: it fails when the actor is dead
+
+The calls run one after the other on one thread, but for `watch` and `skip`, which have a thread
+each. Log records go to the host with the next answer.
+"""
+
+import ctypes
+import logging
+import os
+import platform
+import sys
+import threading
+from collections import deque
+from typing import Any, NamedTuple
+
+import ray
+
+from fast_batcher._arrays.stacking import Piece, make_piece
+from fast_batcher._shared_memory.inputs import unpack_layout, view_rows
+from fast_batcher._transport import pickling
+from fast_batcher._transport.channels import Frame, Kind, pack_header, split_frames
+from fast_batcher._transport.logs import pack_record
+from fast_batcher._transport.progress import WorkerProgress
+from fast_batcher._version import __version__
+from fast_batcher._worker.loop import BatchJob, BatchLoop, InputReader, ReplyEncoder
+from fast_batcher._worker.main import WorkerSettings, close_model, load_warm
+from fast_batcher.errors import WorkerStartupError
+
+# Most log records that wait for the next answer.
+MOST_RECORDS = 1000
+
+
+class Levels(NamedTuple):
+    """Logging settings of the host, which has them from the API process."""
+
+    root: int
+    library: int
+    captures_warnings: bool
+
+
+class RecordKeeper(logging.Handler):
+    """Handler that keeps records for the next answer; the oldest are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: deque[bytes] = deque(maxlen=MOST_RECORDS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record; any thread."""
+        try:
+            self.packed.append(pack_record(record))
+        except Exception:  # noqa: BLE001  as every handler does
+            self.handleError(record)
+
+
+class CallChannel:
+    """The frames of one call, and of its answer, as a `WorkerChannel`."""
+
+    def __init__(self, records: RecordKeeper) -> None:
+        self.received: deque[Frame] = deque()
+        self._records = records
+        self._sent: list[bytes] = []
+
+    def receive(self) -> Frame | None:
+        """Return the next frame of the call."""
+        return self.received.popleft() if self.received else None
+
+    def send(
+        self,
+        kind: int,
+        batch_id: int = 0,
+        body: bytes = b"",
+        seconds: float = 0.0,
+        ahead: bytes = b"",
+    ) -> None:
+        """Add a frame to the answer."""
+        self._sent += (ahead, pack_header(kind, len(body), batch_id, seconds), body)
+
+    def send_packed(self, data: bytes) -> None:
+        """Add a whole frame to the answer."""
+        self._sent.append(data)
+
+    def take_answer(self) -> bytes:
+        """Return the frames of the answer, behind those of log records."""
+        sent, self._sent = self._sent, []
+        records = self._records.packed
+        while records:
+            self.send(Kind.LOG, body=records.popleft())
+        answer = b"".join([*self._sent, *sent])
+        self._sent = []
+        return answer
+
+
+class RowReader(InputReader):
+    """Reads inputs of which the large ones came as buffers of the call."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.buffers: tuple[Any, ...] = ()
+
+    def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
+        inputs: list[Any] = []
+        buffers, self.buffers = self.buffers, ()
+        for (packed, _, _), buffer in zip(pickling.loads(frame.body), buffers, strict=True):
+            # A copy: the object store's memory is read-only, and a model may write into its inputs.
+            view = memoryview(bytearray(buffer))
+            rows, whole = view_rows(unpack_layout(packed), view)
+            inputs += rows
+            address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+            pieces.append(make_piece(address, view, whole, () if whole is None else rows))
+        return inputs
+
+
+class ModelActor:
+    """A worker on a node of the cluster."""
+
+    def __init__(self) -> None:
+        self._records = RecordKeeper()
+        self._channel = CallChannel(self._records)
+        self._progress = WorkerProgress()
+        self._reader = RowReader()
+        # Set by `load`.
+        self._model: Any = None
+        self._loop: BatchLoop | None = None
+
+    def place(self) -> dict[str, Any]:
+        """Tell where this is, and with which versions."""
+        context = ray.get_runtime_context()
+        return {
+            "pid": os.getpid(),
+            "node_id": context.get_node_id(),
+            "node": _find_address(),
+            "versions": find_versions(),
+        }
+
+    def load(
+        self, sys_path: list[str], pickled: bytes, settings: WorkerSettings, levels: Levels
+    ) -> bytes:
+        """Load the model; the answer is READY or STARTUP_FAILED."""
+        root = logging.getLogger()
+        root.addHandler(self._records)
+        root.setLevel(levels.root)
+        logging.getLogger("fast_batcher").setLevel(levels.library)
+        logging.captureWarnings(levels.captures_warnings)
+        sys.path += [path for path in sys_path if path not in sys.path]
+        device = "cuda:0" if ray.get_gpu_ids() else None
+        try:
+            loaded = load_warm(pickled, settings._replace(device=device))
+        except BaseException as error:  # noqa: BLE001  user code, and the host has to be told
+            failure = pickling.describe(_explain_missing_module(error))
+            self._channel.send(Kind.STARTUP_FAILED, body=pickling.dumps(failure))
+            return self._channel.take_answer()
+        self._model = loaded.model
+        models = {**loaded.models, "infer": loaded.in_turn}
+        encoder = ReplyEncoder(None, settings.max_frame_bytes)
+        self._loop = BatchLoop(self._channel, models, self._progress, self._reader, encoder)
+        # One stage: each batch passes all of them before the next one begins. No files: those of
+        # another machine cannot be compared.
+        self._channel.send(Kind.READY, body=pickling.dumps((loaded.times, 1, {})))
+        return self._channel.take_answer()
+
+    def compute(self, frames: bytes | memoryview, *buffers: Any) -> bytes:
+        """Compute a batch."""
+        assert self._loop is not None, "the host has READY"
+        self._channel.received.extend(split_frames(frames))
+        self._reader.buffers = buffers
+        job = self._loop.receive()
+        assert isinstance(job, BatchJob), "a call has a batch"
+        self._loop.compute(job)
+        self._loop.answer(job)
+        return self._channel.take_answer()
+
+    def ping(self) -> bytes:
+        """Answer a ping, which comes while there is no batch."""
+        assert self._loop is not None, "the host has READY"
+        self._loop.answer_ping()
+        return self._channel.take_answer()
+
+    def stop(self) -> bytes:
+        """Close the model."""
+        if self._model is not None:
+            close_model(self._model)
+        return self._channel.take_answer()
+
+    @ray.method(concurrency_group="skip")
+    def skip(self, batch_id: int) -> None:
+        """Do not compute a batch, unless it has begun."""
+        self._progress.skip(batch_id)
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Never return."""
+        threading.Event().wait()
+
+
+def find_versions() -> dict[str, str]:
+    """Return the versions that host and actor must have in common, by name."""
+    major, minor, _ = platform.python_version_tuple()
+    return {"Python": f"{major}.{minor}", "ray": ray.__version__, "fast_batcher": __version__}
+
+
+def _find_address() -> str:
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
+
+
+def _explain_missing_module(error: BaseException) -> BaseException:
+    """Tell how a module comes to the node, if the model failed because of a missing one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__
+    if cause is None:
+        return error
+    explained = WorkerStartupError(
+        f"the node {_find_address()} has no module {cause.name!r}; install it "
+        "there, or bring it with RayWorkers(runtime_env={'working_dir': '.'}) or with 'pip'"
+    )
+    explained.__cause__ = error
+    return explained
