@@ -266,13 +266,13 @@ async def soak(name: str, plan: Plan, seed: int) -> Findings:
 
 async def s1(short: bool, seed: int) -> Findings:
     """Callers check every answer while workers are killed."""
-    return await soak("S1 kills", Plan(100_000 if short else 3_000_000), seed)
+    return await soak("S1 kills", Plan(40_000 if short else 3_000_000), seed)
 
 
 async def s2(short: bool, seed: int) -> Findings:
     """Workers are also stopped, batches fail and callers cancel."""
     plan = Plan(
-        50_000 if short else 1_000_000,
+        20_000 if short else 1_000_000,
         max_batch_size=8,
         # Many more than a worker can have: most callers that cancel were waiting.
         callers=256,

@@ -79,7 +79,7 @@ async def _is_dead(pidfd: int) -> bool:
 async def s5(short: bool, seed: int) -> Findings:
     """Open, call and close many times in one process."""
     findings = Findings("S5 open and close")
-    times = 10 if short else 500
+    times = 5 if short else 500
     held: list[tuple[int, int, int]] = []
     async with probing() as probe:
         for number in range(times + 1):
@@ -125,7 +125,7 @@ async def s7(short: bool, seed: int) -> Findings:
     """Send SIGTERM to uvicorn under load; what the app has begun with must be answered."""
     findings = Findings("S7 SIGTERM")
     rng = random.Random(seed)
-    times = 3 if short else 50
+    times = 1 if short else 50
     accepted, lost, slow, wrong_exit = 0, 0, 0.0, 0
     statuses: Counter[int] = Counter()
     for run in range(times):

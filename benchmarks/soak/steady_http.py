@@ -74,7 +74,7 @@ class Client:
 async def s8(short: bool, _: int) -> Findings:
     """Reload an app many times, then judge a server after it has settled."""
     findings = Findings("S8 HTTP")
-    await _reload(findings, 5 if short else RELOADS)
+    await _reload(findings, 2 if short else RELOADS)
     seconds = 3.0 if short else 3600.0
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "benchmarks.soak.app:app", "--port", str(port)]
