@@ -128,16 +128,24 @@ async def test_a_stopped_process_keeps_no_worker_and_no_memory_from_others(gate:
             assert await other.receive() in (["UnsendableValueError"], [200_000])
 
 
-async def test_batch_goes_on_when_the_process_that_follows_it_dies(gate: Gate) -> None:
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "blocked"])
+async def test_batch_goes_on_without_the_process_that_follows_it(
+    gate: Gate, *, is_killed: bool
+) -> None:
     options = {**TOGETHER, "max_batch_size": 2, "followed": gate.path}
     with client("shared:Batches", options, [gate.path]) as other:
         assert await other.receive() == "open"
         async with make("shared:Batches", {**options}, [gate.path]) as batcher:
             other.send(1)
             mine = call(batcher, 2)
-            await gate.visit()
-            os.kill(other.pid, signal.SIGKILL)
-            assert sorted(await mine) == [1, 2]
+            visit = await gate.visit()
+            if is_killed:
+                os.kill(other.pid, signal.SIGKILL)
+            batch = await mine
+            assert sorted(batch) == [1, 2]
+            visit.let_on()
+            if not is_killed:
+                assert await other.receive() == [batch]
 
 
 async def test_a_stopped_process_that_gets_the_log_takes_no_memory() -> None:
