@@ -29,14 +29,36 @@ hypothesis.settings.register_profile("ours", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ours")
 
 
+BACKENDS: dict[str, Any] = {
+    "asyncio": ("asyncio", {"use_uvloop": False}),
+    "uvloop": ("asyncio", {"use_uvloop": True}),
+}
+
+
 @pytest.fixture(
-    params=[("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True})],
-    ids=["asyncio", "uvloop"],
+    params=[*BACKENDS.values()],
+    ids=[*BACKENDS],
     scope="session",
 )
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """The loops that async tests run on, for anyio's plugin."""
     return request.param
+
+
+# Of folders whose tests are about other things, the one loop that is enough.
+ONE_LOOP = {"memory": "asyncio", "edge": "uvloop"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out the runs on a second event loop where it makes no difference."""
+    items[:] = [item for item in items if not _is_on_a_second_loop(item)]
+
+
+def _is_on_a_second_loop(item: pytest.Item) -> bool:
+    enough = ONE_LOOP.get(item.path.parent.name)
+    call = getattr(item, "callspec", None)  # of parametrized tests
+    backend = None if call is None else call.params.get("anyio_backend")
+    return enough is not None and backend in BACKENDS.values() and backend != BACKENDS[enough]
 
 
 @dataclass(frozen=True)

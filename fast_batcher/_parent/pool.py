@@ -400,6 +400,7 @@ class Pool:
             self._retire(before, "recycled")
         if self.reloading is not None:
             self.reloading.worker_ready(worker)
+        self._scale()
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
         """Kill a worker that could not be started or load its model, and schedule a restart."""
@@ -481,7 +482,7 @@ class Pool:
         """Have another number of workers, in the next turn of the loop or after a reload.
 
         Further workers load the model together. Of too many workers those with the highest indexes
-        finish their batches and end.
+        finish their batches and end, as soon as one of the others is ready.
         """
         self._settings, self.num_workers = settings, num_workers
         # The caller may be an observer, or not be on the running loop.
@@ -493,16 +494,17 @@ class Pool:
         count = self.num_workers
         if self.is_closing or self.reloading is not None or count == len(self._replicas):
             return
-        removed, self._replicas[count:] = self._replicas[count:], []
-        for replica in reversed(removed):
-            self._end_replica(replica)
+        stays = [replica.worker for replica in self._replicas[:count]]
+        # Of those that stay at least one serves, or the next one that is ready looks again.
+        if any(worker is not None and worker.state is WorkerState.READY for worker in stays):
+            removed, self._replicas[count:] = self._replicas[count:], []
+            for replica in reversed(removed):
+                self._end_replica(replica)
         placements = place_workers(self._settings.devices, count, os.environ)
         for index in range(len(self._replicas), count):
             spec = self._replicas[0].model_spec
             self._replicas.append(Replica(index, spec, self._settings, placements[index]))
             self._start(self._replicas[-1])
-        # The removed replicas may have been the last ones that had restarts left.
-        self._note_given_up(self._replicas[0])
 
     def _end_replica(self, replica: Replica) -> None:
         """End the workers of a removed replica; a ready worker finishes its batches."""
@@ -631,29 +633,19 @@ class Pool:
             replica.worker, replica.successor = replica.successor, None
             return
         replica.restart_timer = self.loop.call_later(delay, self._start, replica, context=Context())
-        if is_given_up:
-            reason = self._describe_restarts(replica)
-            logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
-            replica.is_given_up = True
-        self._note_given_up(replica)
-        if is_given_up and self.reloading is not None:
-            self.reloading.budget_spent()
-
-    def _describe_restarts(self, replica: Replica) -> str:
-        return (
+        reason = (
             f"worker {replica.index} was restarted max_restarts={self._settings.max_restarts} "
             f"times within restart_window={self._settings.restart_window} seconds"
         )
-
-    def _note_given_up(self, replica: Replica) -> None:
-        """Report that all replicas have spent their restarts, if so; `replica` is the reason."""
+        if is_given_up:
+            logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
+            replica.is_given_up = True
         if all(other.is_given_up for other in self._replicas):
-            now = self.loop.time()
             timers = [other.restart_timer for other in self._replicas]
-            # A replica without a timer is being tried now.
-            next_try = min([now if timer is None else timer.when() for timer in timers])
-            reason = self._describe_restarts(replica)
-            self._events.workers_given_up(reason, max(0.0, next_try - now))
+            next_try = min(timer.when() for timer in timers if timer is not None)
+            self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
+        if is_given_up and self.reloading is not None:
+            self.reloading.budget_spent()
 
     def _beat(self) -> None:
         """Ping the idle workers, and replace the workers that have not answered the last ping."""

@@ -790,7 +790,8 @@ class LocalSession(Session):
 
     def _have_workers(self, count: int) -> None:
         """Start further workers, or end those with the highest indexes."""
-        self._seen_ready.intersection_update(range(count))
+        # A worker that comes later in the place of a removed one is no restart.
+        self._seen_ready.intersection_update(range(min(count, self.pool.num_workers)))
         self.pool.scale(self.settings, count)
 
     # Life.

@@ -113,7 +113,8 @@ async def test_one_wrong_setting_changes_none() -> None:
         {"max_batch_size": 8, "max_latency": -1.0},
         {"max_latency": 0.1, "max_queue_size": 1.5},
         {"max_batch_size": 8, "max_delay": math.nan},
-        {"max_batch_size": 8, "num_workers": 2},
+        {"max_batch_size": 8, "num_workers": 0},
+        {"max_batch_size": 8, "infer_timeout": 2.0},
     ]
     async with DynBatcher(BatchSize, 4) as batcher:
         for changes in wrong:

@@ -129,7 +129,8 @@ def _of_workers(stats: BatcherStats, recorder: Recorder, now: float) -> Iterator
             lost += f"last worker {index}, {ago:.0f} s ago: {last.exit_text}"
         else:
             lost += "which and why is not known here"
-    missing = stats.num_workers - stats.workers_ready
+    # More are ready than wanted until the last ones have ended.
+    missing = max(0, stats.num_workers - stats.workers_ready)
     if stats.state != "open" or not missing:
         if losses and stats.state in ("open", "broken"):
             text = "A worker was lost, and replaced" if not missing else "Workers were lost"
