@@ -152,8 +152,8 @@ class RayWorker(WorkerHandle):
             return super().start_limit
         if self.is_attached:
             return self._cluster.workers.placement_timeout
-        # The workers connect one after the other.
-        return (PROBE_TIMEOUT + CONNECT_TIMEOUT) * (1 + self._settings.num_workers)
+        # The workers connect one after the other; the first ones may probe in vain.
+        return PROBE_TIMEOUT * self._settings.num_workers + 2 * CONNECT_TIMEOUT
 
     def make_timeout_error(self) -> WorkerStartupError:
         """Make the error of a worker that has no node, or has not loaded its model in time."""
