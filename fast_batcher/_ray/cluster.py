@@ -31,8 +31,8 @@ PROBE_TIMEOUT = 5.0
 CONNECT_TIMEOUT = 20.0
 # Seconds for which the next workers wait for an attempt that has taken longer.
 LATE_TIMEOUT = 0.5
-# Seconds after which an attempt is hopeless: it keeps the address that it has found, and the cluster
-# may have another one by now. It cannot be ended alone.
+# Seconds after which an attempt is hopeless: it keeps the address that it has found, and the
+# cluster may have another by now. It cannot be ended alone.
 MOST_OF_ATTEMPT = 60.0
 # Seconds between two looks at the nodes.
 LOOK_INTERVAL = 1.0
@@ -40,7 +40,7 @@ LOOK_INTERVAL = 1.0
 TRY_AGAIN = 75
 
 Job = Callable[[], None]
-# Takes the nodes that live, by id; None if they are not known.
+# Takes the ids of the nodes that live.
 Looked = Callable[[frozenset[str]], None]
 
 

@@ -21,7 +21,7 @@ from contextvars import Context
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fast_batcher._parent.worker import Exit, WorkerHandle, WorkerState, end_leases
+from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerState, end_leases
 from fast_batcher._ray.cluster import CONNECT_TIMEOUT, PROBE_TIMEOUT, Cluster
 from fast_batcher._shared_memory.inputs import unpack_layout
 from fast_batcher._transport import pickling
