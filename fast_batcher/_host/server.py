@@ -49,7 +49,7 @@ from fast_batcher._host.tenant import (
 from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker import Exit, WorkerHandle
+from fast_batcher._parent.worker_process import Exit, WorkerHandle
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.outcomes import Ledger, set_exception

@@ -35,8 +35,13 @@ from fast_batcher._core.supervision import (
 from fast_batcher._devices import Placement, place_workers
 from fast_batcher._observers import Observers
 from fast_batcher._parent.staging import JobThread, MemoryService
-from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerHandle, WorkerState
-from fast_batcher._parent.worker_process import WorkerProcess
+from fast_batcher._parent.worker_process import (
+    Exit,
+    WorkerEvents,
+    WorkerHandle,
+    WorkerProcess,
+    WorkerState,
+)
 from fast_batcher._process import monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.channels import Frame, Kind

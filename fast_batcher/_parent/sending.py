@@ -20,7 +20,7 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
-from fast_batcher._parent.worker import WorkerHandle
+from fast_batcher._parent.worker_process import WorkerHandle
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
 from fast_batcher._transport import pickling

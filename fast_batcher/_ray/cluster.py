@@ -17,8 +17,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
+from fast_batcher._process import monotonic
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.ray import RayWorkers
 
@@ -28,13 +29,18 @@ logger = logging.getLogger("fast_batcher")
 PROBE_TIMEOUT = 5.0
 # Seconds for Ray to connect; it waits for minutes for a head that accepts and does not answer.
 CONNECT_TIMEOUT = 20.0
+# Seconds for which the next workers wait for an attempt that has taken longer.
+LATE_TIMEOUT = 0.5
+# Seconds after which an attempt is hopeless: it keeps the address that it has found, and the
+# cluster may have another by now. It cannot be ended alone.
+MOST_OF_ATTEMPT = 60.0
 # Seconds between two looks at the nodes.
 LOOK_INTERVAL = 1.0
-# Exit code of a host whose node is dead: EX_TEMPFAIL of sysexits.h.
-NODE_IS_DEAD = 75
+# Exit code of a host that the next one replaces: EX_TEMPFAIL of sysexits.h.
+TRY_AGAIN = 75
 
 Job = Callable[[], None]
-# Takes the nodes that live, by id; None if they are not known.
+# Takes the ids of the nodes that live.
 Looked = Callable[[frozenset[str]], None]
 
 
@@ -48,6 +54,7 @@ class Cluster:
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         # Outcome of the present attempt to connect; None without one. Spawner thread.
         self._attempt: SimpleQueue[BaseException | None] | None = None
+        self._attempt_began = 0.0
         self._has_threads = False
         # Called after the next look at the nodes.
         self._questions: SimpleQueue[Looked] = SimpleQueue()
@@ -71,17 +78,20 @@ class Cluster:
             self._has_threads = True
             threading.Thread(target=self._run_jobs, name="fast_batcher-ray", daemon=True).start()
         address = self.workers.address or os.environ.get("RAY_ADDRESS") or "auto"
+        seconds = LATE_TIMEOUT
         if self._attempt is None:
+            seconds = CONNECT_TIMEOUT
             _probe(address)
             attempt = self._attempt = SimpleQueue()
+            self._attempt_began = monotonic()
             self._jobs.put(lambda: self._try_to_connect(address, attempt))
         try:
-            error = self._attempt.get(timeout=CONNECT_TIMEOUT)
+            error = self._attempt.get(timeout=seconds)
         except Empty:  # the attempt goes on
-            raise WorkerStartupError(
-                f"the Ray cluster at address={address!r} has not answered within "
-                f"{CONNECT_TIMEOUT:g} seconds"
-            ) from None
+            if monotonic() - self._attempt_began > MOST_OF_ATTEMPT:
+                _end_host("Ray does not connect to the cluster")
+            late = TimeoutError(f"no answer within {CONNECT_TIMEOUT:g} seconds")
+            raise _explain(late, address) from None
         self._attempt = None
         if error is not None:
             raise _explain(error, address) from None
@@ -158,9 +168,7 @@ class Cluster:
                 continue
             alive = frozenset(node["NodeID"] for node in self._nodes)
             if own_node not in alive:
-                text = "fast_batcher: the Ray node of this machine is dead; the host process ends\n"
-                os.write(2, text.encode())
-                os._exit(NODE_IS_DEAD)
+                _end_host("the Ray node of this machine is dead")
             for question in questions:
                 question(alive)
 
@@ -179,6 +187,12 @@ class Cluster:
             return f"{text}; none of its {len(self._nodes)} nodes has as much"
         free = {name: round(self._free.get(name, 0), 3) for name in demand}
         return f"{text}; in all of its nodes {free} are free"
+
+
+def _end_host(reason: str) -> NoReturn:
+    """End this process: API processes start the next one."""
+    os.write(2, f"fast_batcher: {reason}; the host process ends\n".encode())
+    os._exit(TRY_AGAIN)
 
 
 def _probe(address: str) -> None:

@@ -21,7 +21,7 @@ from contextvars import Context
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fast_batcher._parent.worker import Exit, WorkerHandle, WorkerState, end_leases
+from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerState, end_leases
 from fast_batcher._ray.cluster import CONNECT_TIMEOUT, PROBE_TIMEOUT, Cluster
 from fast_batcher._shared_memory.inputs import unpack_layout
 from fast_batcher._transport import pickling
@@ -152,8 +152,8 @@ class RayWorker(WorkerHandle):
             return super().start_limit
         if self.is_attached:
             return self._cluster.workers.placement_timeout
-        # The workers connect one after the other.
-        return (PROBE_TIMEOUT + CONNECT_TIMEOUT) * (1 + self._settings.most_workers)
+        # The workers connect one after the other; the first ones may probe in vain.
+        return PROBE_TIMEOUT * self._settings.most_workers + 2 * CONNECT_TIMEOUT
 
     def make_timeout_error(self) -> WorkerStartupError:
         """Make the error of a worker that has no node, or has not loaded its model in time."""

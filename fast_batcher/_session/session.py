@@ -51,8 +51,7 @@ from fast_batcher._core.values import (
 from fast_batcher._parent.pool import MakeWorker, Pool
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
-from fast_batcher._parent.worker import Exit, WorkerHandle
-from fast_batcher._parent.worker_process import WorkerProcess
+from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerProcess
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import (

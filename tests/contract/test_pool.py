@@ -22,8 +22,7 @@ from waits import LIMIT, SOON, Gate, Watch, turns
 from fast_batcher._observers import Observers
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker import Exit, WorkerHandle
-from fast_batcher._parent.worker_process import describe_exit
+from fast_batcher._parent.worker_process import Exit, WorkerHandle, describe_exit
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher.errors import WorkerStartupError

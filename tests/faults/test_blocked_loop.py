@@ -16,8 +16,7 @@ from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 
 from fast_batcher import DeadlineExceededError, DynBatcher
 from fast_batcher._parent.staging import MOST_AT_ONCE
-from fast_batcher._parent.worker import WorkerHandle
-from fast_batcher._parent.worker_process import WorkerProcess
+from fast_batcher._parent.worker_process import WorkerHandle, WorkerProcess
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ from fast_batcher import DynBatcher
 from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MOST_AT_ONCE
-from fast_batcher._parent.worker import end_leases
+from fast_batcher._parent.worker_process import end_leases
 from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
 from fast_batcher._transport.pickling import dumps
