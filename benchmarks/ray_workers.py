@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,17 @@ def cluster(system: System) -> Iterator[str]:
     if not system.needs_cluster:
         yield ""
         return
+    with (
+        tempfile.TemporaryDirectory(
+            dir="/tmp", prefix="r", ignore_cleanup_errors=True
+        ) as directory,
+        _node(system, directory) as address,
+    ):
+        yield address
+
+
+@contextmanager
+def _node(system: System, directory: str) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -97,7 +109,8 @@ def cluster(system: System) -> Iterator[str]:
             *("--object-store-memory", str(10**9)),
         ],
         cwd=harness.ROOT,
-        env=_environment(system),
+        # Ray notes its last cluster in that directory, for all programs that look there.
+        env=_environment(system) | {"RAY_TMPDIR": directory},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

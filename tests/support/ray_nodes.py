@@ -60,11 +60,17 @@ class RayCluster:
     def __init__(self) -> None:
         self.directory = tempfile.mkdtemp(dir="/tmp", prefix="r")
         self._program = subprocess.Popen(
-            [sys.executable, __file__, self.directory],
+            [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **FAST, "PYTHONPATH": PYTHONPATH},
+            # Ray notes its last cluster in that directory, for all programs that look there.
+            env={
+                **os.environ,
+                **FAST,
+                "PYTHONPATH": PYTHONPATH,
+                "RAY_TMPDIR": self.directory,
+            },
         )
         self.address: str = self._command("start", HEAD)
 
@@ -112,8 +118,7 @@ def cluster(nodes: RayCluster, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
 class Keeper:
     """The nodes, in the program."""
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self._nodes: dict[str, subprocess.Popen[str]] = {}
         # Kept over a restart of the head.
         with socket.socket() as listener:
@@ -131,7 +136,6 @@ class Keeper:
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role),
                 *("--node-ip-address", ip, "--num-cpus", "2", "--num-gpus", "0"),
                 *("--object-store-memory", str(100 * MEGABYTE), "--disable-usage-stats"),
-                *(["--temp-dir", self._directory] if ip == HEAD else []),
                 *("--resources", json.dumps({f"at_{ip}": 100})),
             ],
             stdin=subprocess.DEVNULL,
@@ -173,7 +177,7 @@ class Keeper:
 
 def main() -> None:
     """Carry out the commands until the input ends."""
-    keeper = Keeper(sys.argv[1])
+    keeper = Keeper()
     try:
         for line in sys.stdin:
             command, *words = json.loads(line)
