@@ -45,20 +45,21 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-# Of folders whose tests are about other things, the one loop that is enough.
-ONE_LOOP = {"memory": "asyncio", "edge": "uvloop"}
+# By folder, the one loop that is enough for tests that start processes: both occur.
+ONE_LOOP = {"memory": "asyncio", "faults": "asyncio", "contract": "uvloop", "edge": "uvloop"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the runs on a second event loop where it makes no difference."""
+    """Leave out slow runs on a second event loop."""
     items[:] = [item for item in items if not _is_on_a_second_loop(item)]
 
 
 def _is_on_a_second_loop(item: pytest.Item) -> bool:
-    enough = ONE_LOOP.get(item.path.parent.name)
+    enough = ONE_LOOP.get(item.path.parent.name, "")
     call = getattr(item, "callspec", None)  # of parametrized tests
     backend = None if call is None else call.params.get("anyio_backend")
-    return enough is not None and backend in BACKENDS.values() and backend != BACKENDS[enough]
+    is_second = backend in BACKENDS.values() and backend != BACKENDS.get(enough)
+    return bool(enough) and is_second and item.get_closest_marker("slow") is not None
 
 
 @dataclass(frozen=True)

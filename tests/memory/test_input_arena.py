@@ -450,7 +450,7 @@ class AtRandom(RuleBasedStateMachine):
 
 TestAtRandom = AtRandom.TestCase
 TestAtRandom.settings = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

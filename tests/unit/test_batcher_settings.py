@@ -17,6 +17,7 @@ from models.base import Echo
 from fast_batcher import ConfigurationError, DynBatcher
 from fast_batcher.caching import LRUCache
 from fast_batcher.observing import Observer
+from fast_batcher.ray import RayWorkers
 from fast_batcher.settings import BatcherOptions, Reconfiguration, Settings
 
 YEAR = 365 * 24 * 3600
@@ -154,6 +155,12 @@ TABLE: dict[str, Row] = {
         [LRUCache(1)], [7, "memory", {}, LRUCache], "give an object with get(key)", none=True
     ),
     "key": FUNCTION,
+    "workers": Row(
+        [RayWorkers(), RayWorkers(num_workers=2)],
+        [2, "ray", RayWorkers, ["cpu"]],
+        "give a fast_batcher.ray.RayWorkers",
+        none=True,
+    ),
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {
