@@ -200,7 +200,7 @@ class SummedPacker(BatchPacker):
 
 # Sizes of batches that a padded packer compares; without the others a plan for 128 requests takes
 # 0.2 ms instead of 0.5, and is as good within 1 %.
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_SIZES = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Of equal times the larger batch is taken: otherwise a wrong estimate for large ones would never be
 # corrected. Sums of floats that should be equal differ by less than this.
 _SHORTER = 1 - 1e-9

@@ -20,7 +20,7 @@ from fast_batcher.ray import RayWorkers
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, one_loop]
 
 
-@pytest.fixture(params=["process", pytest.param("actor", marks=needs_ray)], scope="session")
+@pytest.fixture(params=["process", pytest.param("actor", marks=needs_ray)], scope="module")
 def kind(request: pytest.FixtureRequest) -> str:
     """The kind of a worker. The cluster of actors outlives the tests."""
     if request.param == "actor":

@@ -95,9 +95,9 @@ class RayCluster:
         return json.loads(self._program.stdout.readline())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[RayCluster]:
-    """A cluster of two nodes, the same for all tests, which leave it as it was."""
+    """A cluster of two nodes, the same for the tests of a module, which leave it as it was."""
     cluster = RayCluster()
     try:
         cluster.start(OTHER)
