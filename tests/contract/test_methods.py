@@ -95,7 +95,9 @@ async def test_groups_errors_and_cancellation_are_those_of_an_ordinary_batch(mak
         with pytest.raises(asyncio.CancelledError):
             await task
     stats = assert_balance(batcher)
-    assert (stats.cancelled, stats.failed) == (1, 1)
+    assert stats.failed == 1
+    # The host may have answered before it read that the caller had left.
+    assert (stats.completed, stats.cancelled) in ((4, 1), (5, 0))
 
 
 async def test_a_marked_infer_keeps_its_size_warm_up_and_collation(make: Make) -> None:
