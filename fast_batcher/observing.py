@@ -157,7 +157,7 @@ class ReporterChanged:
 
 @dataclass(frozen=True, slots=True)
 class CarriedContext:
-    """What other processes need of a caller's context, with `shared`."""
+    """A caller's context, as far as other processes need it with `shared`."""
 
     # Makes the context current while it is entered; it is pickled.
     manager: AbstractContextManager[Any]

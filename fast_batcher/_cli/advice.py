@@ -95,7 +95,7 @@ def make_rising(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the settings are for."""
+    """The load and the target that settings are chosen for."""
 
     # Requests per second to serve; None for `COMFORTABLE` of one worker's capacity.
     rate: float | None = None
@@ -179,7 +179,7 @@ async def run_for_real(
 
 @dataclass(frozen=True)
 class Found:
-    """All that `tune` tells."""
+    """The result of `tune`."""
 
     name: str
     advice: Advice

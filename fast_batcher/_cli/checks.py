@@ -1,4 +1,4 @@
-"""What `doctor` finds: a check, its level, and a remedy."""
+"""A finding of `doctor`: a name, a level, and a remedy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ Level = Literal["good", "warning", "bad"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report."""
+    """A line of the report."""
 
     # What was looked at, in a few words.
     name: str

@@ -47,7 +47,7 @@ def poisson(rate: float, requests: int, seed: int) -> list[float]:
 
 
 class Simulation:
-    """One batcher under one load.
+    """A batcher under a load.
 
     Args:
         moments: Of the arrivals, rising, seconds.
