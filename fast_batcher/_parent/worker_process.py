@@ -24,6 +24,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -33,6 +34,7 @@ from contextvars import Context
 from enum import Enum
 from io import FileIO
 from multiprocessing import reduction, resource_tracker, spawn
+from multiprocessing.connection import Connection
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -335,6 +337,22 @@ class WorkerHandle(ABC):
 _BLOCKED = {signal.SIGINT, signal.SIGTERM}
 
 
+class Child(Protocol):
+    """A running process, or a thread in its place."""
+
+    pid: int
+
+    @property
+    def death_fd(self) -> int:
+        """Descriptor that becomes readable at its death."""
+
+    def take_exit_code(self) -> int | None:
+        """Return the exit code of the dead child, negative for a signal; None if it is unknown."""
+
+    def close(self) -> None:
+        """Close all descriptors."""
+
+
 class ChildProcess:
     """A running child process, made from a `multiprocessing` process that was not started.
 
@@ -519,7 +537,7 @@ _context = multiprocessing.get_context("spawn")
 class _LiveProcess(NamedTuple):
     """Resources of a live process."""
 
-    child: ChildProcess
+    child: Child
     channel: LoopChannel
     progress: WorkerProgress
     logs: LogReceiver
@@ -538,7 +556,7 @@ class WorkerProcess(WorkerHandle):
 
     def spawn(self) -> None:
         """Start the process. Spawner thread."""
-        settings, placement = self._settings, self._placement
+        settings = self._settings
         ours, theirs = open_pipes(_context)
         receiver, sender = open_log_sockets()
         with contextlib.ExitStack() as undo:
@@ -550,30 +568,7 @@ class WorkerProcess(WorkerHandle):
             outbox = _make_outbox(settings)
             if isinstance(outbox, OutboxReader):
                 undo.callback(outbox.close)
-            threads = placement.threads or thread_share(settings.most_workers)
-            process = _context.Process(
-                target=worker_main,
-                args=(
-                    theirs,
-                    progress,
-                    LogSettings.of_this_process(sender),
-                    self._slabs,
-                    outbox,
-                    WorkerSettings(
-                        settings.max_frame_bytes,
-                        settings.batch_limit,
-                        settings.freeze_gc,
-                        placement.device,
-                        self.index,
-                        settings.stage_threads or threads,
-                    ),
-                ),
-                name=f"fast_batcher-{self.model_spec.name}-{self.index}",
-                # Not daemonic: a model may have children, for example those of a data loader.
-                daemon=False,
-            )
-            environment = worker_environment(os.environ, threads, placement.visible_devices)
-            child = ChildProcess(process, environment, placement.cores)
+            child = self._start_child(theirs, progress, sender, outbox)
             undo.pop_all()
         # The child has its own copies of these.
         sender.close()
@@ -588,6 +583,40 @@ class WorkerProcess(WorkerHandle):
         attributes = {"worker": self.index, "worker_pid": self.pid, "model": self._name}
         logs = LogReceiver(receiver, progress, attributes)
         self._live = _LiveProcess(child, channel, progress, logs)
+
+    def _start_child(
+        self,
+        ends: tuple[Connection, Connection],
+        progress: WorkerProgress,
+        log_socket: socket.socket,
+        outbox: OutboxReader | OSError | None,
+    ) -> Child:
+        """Start the process with copies of these. Spawner thread."""
+        settings, placement = self._settings, self._placement
+        threads = placement.threads or thread_share(settings.most_workers)
+        process = _context.Process(
+            target=worker_main,
+            args=(
+                ends,
+                progress,
+                LogSettings.of_this_process(log_socket),
+                self._slabs,
+                outbox,
+                WorkerSettings(
+                    settings.max_frame_bytes,
+                    settings.batch_limit,
+                    settings.freeze_gc,
+                    placement.device,
+                    self.index,
+                    settings.stage_threads or threads,
+                ),
+            ),
+            name=f"fast_batcher-{self.model_spec.name}-{self.index}",
+            # Not daemonic: a model may have children, for example those of a data loader.
+            daemon=False,
+        )
+        environment = worker_environment(os.environ, threads, placement.visible_devices)
+        return ChildProcess(process, environment, placement.cores)
 
     def attach(self, loop: AbstractEventLoop) -> None:
         """Watch the worker from this event loop; the previous loop, if any, is closed."""

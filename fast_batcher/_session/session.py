@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from fast_batcher._core.explanation import Setup, explain
-from fast_batcher._core.policy import make_policy
+from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
@@ -291,7 +291,7 @@ class LocalSession(Session):
         self._reports = Reports(self._name, settings)
         evaluator = self._make_evaluator(methods)
         self._evaluate = None if evaluator is None else evaluator.evaluate
-        self.scheduler = _make_scheduler(settings, methods)
+        self.scheduler = _make_scheduler(settings, methods, self._make_policy(settings))
         self.memory = self._open_memory()
         parts = model.spec, settings, self, self.memory, ledger.observers, self._name
         self.pool = Pool(*parts, self._choose_worker_kind())
@@ -314,6 +314,9 @@ class LocalSession(Session):
         # Requests that the scheduler has rejected on arrival.
         self._rejected = 0
         self._set_scaling()
+
+    def _make_policy(self, settings: Settings) -> Policy:
+        return make_policy(settings.policy, settings.max_delay)
 
     def _open_memory(self) -> MemoryService:
         return MemoryService(self.binding.loop, self.settings.max_shared_bytes, self._name)
@@ -805,7 +808,7 @@ class LocalSession(Session):
         """Apply the settings with some changes, which were checked before."""
         self._submit_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
-        policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
+        policy = None if keeps_policy else self._make_policy(settings)
         self.settings = settings
         count = self.pool.num_workers
         self._have_workers(min(max(count, settings.fewest_workers), settings.most_workers))
@@ -890,13 +893,13 @@ class LocalSession(Session):
                 self._ledger.fail(request, error, "closed" if is_closed else "broken")
 
 
-def _make_scheduler(settings: Settings, methods: Sequence[Method]) -> Scheduler:
+def _make_scheduler(settings: Settings, methods: Sequence[Method], policy: Policy) -> Scheduler:
     packer = None
     if settings.cost is not None:
         make_packer = PaddedPacker if settings.cost_is_padded else SummedPacker
         packer = make_packer(settings.max_batch_cost)
     return Scheduler(
-        make_policy(settings.policy, settings.max_delay),
+        policy,
         _limits_of(settings),
         measure_size=measure_size,
         packer=packer,

@@ -163,6 +163,12 @@ class WorkerProgress:
     def lost_records(self, count: int) -> None:
         self.numbers[_LOST_RECORDS] = count
 
+    def duplicate(self) -> "WorkerProgress":
+        """Map the same memory again, for a worker in this process."""
+        duplicate = WorkerProgress(os.dup(self._fd))
+        duplicate.close_fd()
+        return duplicate
+
     def close_fd(self) -> None:
         """Close the descriptor, so that no other process inherits it; may be called again.
 

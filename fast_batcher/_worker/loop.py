@@ -253,7 +253,7 @@ def _unpickle_item(item: bytes) -> Any:
 
 
 # Frames that are a batch, or its last fragment.
-_BATCHES = frozenset({Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS})
+BATCHES = frozenset({Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS})
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -385,7 +385,7 @@ class BatchLoop:
             frame = self._channel.receive()
             if frame is None:
                 return Kind.STOP
-            if frame.kind in _BATCHES:
+            if frame.kind in BATCHES:
                 return self._read(frame)
             if frame.kind in (Kind.STOP, Kind.PING):
                 return frame.kind

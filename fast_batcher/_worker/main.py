@@ -28,7 +28,7 @@ from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import BlockingChannel, Kind
 from fast_batcher._transport.logs import LogSettings
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder
+from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder, WorkerChannel
 from fast_batcher._worker.model import collate_methods, load_model, read_module_files, warm_up
 from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher.errors import WorkerStartupError
@@ -181,14 +181,14 @@ def worker_main(
     multiprocessing.util.Finalize(None, end_descendants, exitpriority=0)
     try:
         encoder = ReplyEncoder(outbox, settings.max_frame_bytes)
-        exit_code = _load_and_serve(channel, progress, slabs, encoder, settings)
+        exit_code = load_and_serve(channel, progress, slabs, encoder, settings)
     except BrokenPipeError:  # the parent has closed its ends
         exit_code = 0
     sys.exit(exit_code)
 
 
-def _load_and_serve(
-    channel: BlockingChannel,
+def load_and_serve(
+    channel: WorkerChannel,
     progress: WorkerProgress,
     slabs: SlabViews | OSError | None,
     encoder: ReplyEncoder,

@@ -23,7 +23,10 @@ from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, Web
 from models.stages import InStages
-from sessions import Make, make, own_directory
+from sessions import Make
+from sessions import make as make_in_processes
+from sessions import make_any as make
+from sessions import own_directory
 from waits import (
     LIMIT,
     ONE_LOOP,
@@ -57,7 +60,7 @@ from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, Worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-__all__ = ["make", "own_directory"]
+__all__ = ["make", "make_in_processes", "own_directory"]
 
 
 @pytest.fixture(scope="module")
@@ -408,14 +411,14 @@ async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:
 RESTARTS: dict[str, Any] = {"max_restarts": None, "restart_backoff": 0.01}
 
 
-async def test_a_poisonous_request_fails_and_its_mates_are_answered(make: Make) -> None:
-    async with make(DiesInBatch, 8, **RESTARTS) as batcher:
+async def test_a_poisonous_request_fails_and_its_mates_are_answered(make_in_processes: Make) -> None:
+    async with make_in_processes(DiesInBatch, 8, **RESTARTS) as batcher:
         calls = [call(batcher, value) for value in (1, "poison", "two", b"3")]
         outcomes = [await outcome(one) for one in calls]
         assert isinstance(outcomes.pop(1), PoisonRequestError)
         assert outcomes == [1, "two", b"3"]
     assert_balance(batcher)
-    async with make(DiesInBatch, 8, idempotent=False, **RESTARTS) as batcher:
+    async with make_in_processes(DiesInBatch, 8, idempotent=False, **RESTARTS) as batcher:
         calls = [call(batcher, value) for value in (1, "poison")]
         assert {type(await outcome(one)) for one in calls} == {WorkerLostError}
         assert await batcher.process_batched(2) == 2
@@ -424,11 +427,11 @@ async def test_a_poisonous_request_fails_and_its_mates_are_answered(make: Make) 
 
 @pytest.mark.parametrize("size", [100, 100_000, 2_000_000])
 async def test_a_second_try_sees_the_inputs_as_they_were(
-    make: Make, tmp_path: Path, size: int
+    make_in_processes: Make, tmp_path: Path, size: int
 ) -> None:
     """The model works in place, and its worker dies."""
     mark = tmp_path / "mark"
-    async with make(ScribblesAndDies, 8, model_args=(mark,), **RESTARTS) as batcher:
+    async with make_in_processes(ScribblesAndDies, 8, model_args=(mark,), **RESTARTS) as batcher:
         for _ in range(2):
             arrays = [np.full(size, number, np.uint8) for number in range(6)]
             for number in range(6, 8):
@@ -445,9 +448,9 @@ async def test_a_second_try_sees_the_inputs_as_they_were(
     assert_balance(batcher)
 
 
-async def test_spent_restarts_reject_calls_until_a_worker_is_ready(make: Make) -> None:
+async def test_spent_restarts_reject_calls_until_a_worker_is_ready(make_in_processes: Make) -> None:
     options: dict[str, Any] = {"max_restarts": 1, "restart_window": 1.0, "restart_backoff": 0.3}
-    async with make(Crashes, **options) as batcher:
+    async with make_in_processes(Crashes, **options) as batcher:
         error = None
         for _ in range(4):
             error = await outcome(call(batcher, "killed"))
@@ -489,8 +492,8 @@ async def test_aclose_answers_what_was_accepted(make: Make, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "stop", "stop in a thread", "cancelled aclose"])
-async def test_closing_fails_what_is_not_answered(make: Make, gate: Gate, how: str) -> None:
-    batcher = make(Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=0.1, stop_timeout=0.2)
+async def test_closing_fails_what_is_not_answered(make_in_processes: Make, gate: Gate, how: str) -> None:
+    batcher = make_in_processes(Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=0.1, stop_timeout=0.2)
     await batcher.open()
     calls = [call(batcher, number) for number in range(5)]
     await gate.visit()
@@ -618,10 +621,10 @@ async def test_observers_see_each_request_once(make: Make, gate: Gate) -> None:
 
 
 async def test_late_errors_are_counted_and_one_is_logged(
-    make: Make, gate: Gate, caplog: pytest.LogCaptureFixture
+    make_in_processes: Make, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Errors of batches whose callers have all left."""
-    async with make(FailsAtGate, 2, model_args=(gate.path,), restart_backoff=0.01) as batcher:
+    async with make_in_processes(FailsAtGate, 2, model_args=(gate.path,), restart_backoff=0.01) as batcher:
         cancelled = 0
         for count, how in enumerate(["raise", "item", "large", "count", "unpicklable", "exit"], 1):
             callers = [call(batcher, how) for _ in range(2)]
@@ -645,8 +648,8 @@ async def test_late_errors_are_counted_and_one_is_logged(
     assert "raising.py" in shown
 
 
-async def test_records_of_workers_arrive_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    async with make(Web) as batcher:
+async def test_records_of_workers_arrive_once(make_in_processes: Make, caplog: pytest.LogCaptureFixture) -> None:
+    async with make_in_processes(Web) as batcher:
         await outcome(call(batcher, "404"))
     records = [one for one in caplog.records if one.name == "models.web"]
     assert [one.getMessage() for one in records] == ["status 404"]

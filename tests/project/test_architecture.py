@@ -49,11 +49,13 @@ FLOORS: dict[str, int] = {
     "dynamic": 4,
     "inference": 4,
     "aio": 4,
+    "testing": 4,
     "fastapi": 5,
     "_cli": 5,
     "__main__": 5,
     "opentelemetry": 5,
     "prometheus": 5,
+    "pytest_plugin": 5,
     # Other names for things inside, for users alone.
     "dyn_batcher": 5,
     "inference_template": 5,

@@ -1,10 +1,11 @@
 """What tests that look inside a batcher need, and batchers with both kinds of sessions."""
 
+import functools
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ from waits import LIMIT
 from fast_batcher import DynBatcher
 from fast_batcher._host.client import RemoteSession
 from fast_batcher._session.session import LocalSession
+from fast_batcher.testing import BatcherKit
 
 Make = Callable[..., DynBatcher[Any, Any]]
 
@@ -60,8 +62,11 @@ def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=[False, True], ids=["own", "shared"])
 def make(request: pytest.FixtureRequest, own_directory: None) -> Make:
     """Makes the batchers of a test."""
+    return functools.partial(DynBatcher, shared=request.param)
 
-    def make(*arguments: Any, **options: Any) -> DynBatcher[Any, Any]:
-        return DynBatcher(*arguments, shared=request.param, **options)
 
-    return make
+@pytest.fixture(params=["own", "shared", "threads"])
+def make_any(request: pytest.FixtureRequest, own_directory: None) -> Iterator[Make]:
+    """Makes batchers with workers of all kinds, for models that do not end their process."""
+    with BatcherKit() if request.param == "threads" else nullcontext():
+        yield functools.partial(DynBatcher, shared=request.param == "shared")

@@ -15,8 +15,12 @@ FOR_EVER = 10_000
 def call_at_gate(path: str, note: Any = None) -> socket.socket:
     """Tell the test at this `waits.Gate` that we are here; the result ends when it lets us on."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    connection.sendall(json.dumps({"pid": os.getpid(), "note": note}).encode() + b"\n")
+    try:
+        connection.connect(path)
+        connection.sendall(json.dumps({"pid": os.getpid(), "note": note}).encode() + b"\n")
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 

@@ -1,0 +1,163 @@
+"""A worker that is a thread of this process, for the tests of an app: see `fast_batcher.testing`.
+
+    loop's thread    as for a worker process: the same channel, through pipes
+    worker's thread  loads the model, serves it (`_worker/main.py`), and ends
+
+A thread cannot be killed. One that is to die counts as dead at once, its answers are lost, and it
+ends when the model's call returns.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextvars import Context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fast_batcher._parent.worker_process import Child, WorkerProcess
+from fast_batcher._shared_memory.outbox import OutboxReader
+from fast_batcher._transport.channels import BlockingChannel, Ends, Frame
+from fast_batcher._transport.progress import WorkerProgress
+from fast_batcher._worker.loop import BATCHES, ReplyEncoder
+from fast_batcher._worker.main import WorkerSettings, load_and_serve
+
+
+class DelayedChannel(BlockingChannel):
+    """A channel whose batches come later, as if the model took longer."""
+
+    def __init__(self, ends: Ends, max_frame_bytes: int, latency: Callable[[], float]) -> None:
+        super().__init__(ends, max_frame_bytes)
+        self._latency = latency
+        self._never = threading.Event()
+
+    def receive(self) -> Frame | None:
+        """Wait for the next frame, and before a batch for the latency."""
+        frame = super().receive()
+        if frame is not None and frame.kind in BATCHES:
+            self._never.wait(self._latency())
+        return frame
+
+
+class WorkerThread:
+    """A thread in the place of a process: it has an exit code, and a descriptor that tells of it.
+
+    Args:
+        work: Function that runs on the thread, and returns the exit code.
+        release: Closes what the thread has open, at its end.
+        name: Name of the thread.
+    """
+
+    def __init__(self, work: Callable[[], int], release: Callable[[], None], name: str) -> None:
+        self.pid = os.getpid()
+        # The second is closed at the end of the thread, or when it is abandoned.
+        self._death, self._life = socket.socketpair()
+        self._work = work
+        self._release = release
+        self._exit_code: int | None = None
+        self._thread = threading.Thread(
+            target=Context().run, args=(self._run,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        code = 1
+        try:
+            code = self._work()
+        finally:
+            if self._exit_code is None:
+                self._exit_code = code
+            # First: a worker that closes its pipes before its death is killed.
+            self._life.close()
+            self._release()
+
+    @property
+    def death_fd(self) -> int:
+        """Descriptor that becomes readable when the thread ends or is abandoned."""
+        return self._death.fileno()
+
+    def abandon(self, number: signal.Signals) -> None:
+        """Count the thread as dead, whatever it does."""
+        if self._exit_code is None:
+            self._exit_code = -number
+            # `close` alone would not wake the other end while the thread has it, too.
+            with contextlib.suppress(OSError):  # the thread has just ended
+                self._life.shutdown(socket.SHUT_RDWR)
+
+    def take_exit_code(self) -> int | None:
+        """Return the exit code, negative for a signal."""
+        return self._exit_code
+
+    def close(self) -> None:
+        """Close the descriptors; a thread that has ended is gone afterwards."""
+        self._death.close()
+        if self._life.fileno() < 0:
+            self._thread.join()
+
+
+class ThreadedWorker(WorkerProcess):
+    """A worker that is a thread of this process.
+
+    Args:
+        latency: Returns the seconds that each batch takes besides the model's.
+        arguments: As for `WorkerHandle`.
+    """
+
+    def __init__(self, latency: Callable[[], float], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._latency = latency
+        # None before `spawn`.
+        self._thread: WorkerThread | None = None
+
+    def _start_child(
+        self,
+        ends: tuple[Connection, Connection],
+        progress: WorkerProgress,
+        log_socket: socket.socket,
+        outbox: OutboxReader | OSError | None,
+    ) -> Child:
+        """Start the thread; its log records need no socket."""
+        settings, placement = self._settings, self._placement
+        source, sink = ends
+        own_ends = (
+            Connection(os.dup(source.fileno()), writable=False),
+            Connection(os.dup(sink.fileno()), readable=False),
+        )
+        own_progress = progress.duplicate()
+        worker_settings = WorkerSettings(
+            settings.max_frame_bytes,
+            settings.batch_limit,
+            False,
+            placement.device,
+            self.index,
+            settings.stage_threads or 1,
+        )
+
+        channel = DelayedChannel(own_ends, settings.max_frame_bytes, self._latency)
+        encoder = ReplyEncoder(None, settings.max_frame_bytes)
+
+        def serve() -> int:
+            try:
+                return load_and_serve(channel, own_progress, None, encoder, worker_settings)
+            except BrokenPipeError:  # it was abandoned
+                return 0
+
+        def release() -> None:
+            channel.close()
+            own_progress.close()
+
+        name = f"fast_batcher-worker-{self._name}-{self.index}"
+        self._thread = WorkerThread(serve, release, name)
+        return self._thread
+
+    @property
+    def rss_bytes(self) -> int:
+        """Return 0: the memory is that of the whole process."""
+        return 0
+
+    def signal(self, number: signal.Signals) -> None:
+        """Count the thread as dead, whatever the signal."""
+        if self._live is not None and self._thread is not None:
+            self._thread.abandon(number)

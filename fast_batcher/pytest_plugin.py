@@ -1,0 +1,48 @@
+"""The pytest plugin: the fixture `batcher_kit`, and the option `--batcher-workers`.
+
+pytest loads it by itself wherever fast_batcher is installed. See docs/testing.md.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from fast_batcher.testing import BatcherKit
+
+_SCOPES = ("function", "class", "module", "package", "session")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option, and the setting of the fixture's scope."""
+    group = parser.getgroup("fast_batcher")
+    group.addoption(
+        "--batcher-workers",
+        choices=("threads", "processes"),
+        default="threads",
+        help="workers of batchers in tests with the fixture batcher_kit: threads of the test's "
+        "process (the default), or processes as in production",
+    )
+    parser.addini(
+        "batcher_kit_scope",
+        f"scope of the fixture batcher_kit: one of {', '.join(_SCOPES)}",
+        default="function",
+    )
+
+
+def _find_scope(fixture_name: str, config: pytest.Config) -> Any:
+    scope = config.getini("batcher_kit_scope")
+    if scope not in _SCOPES:
+        raise pytest.UsageError(f"batcher_kit_scope = {scope!r}: give one of {', '.join(_SCOPES)}")
+    return scope
+
+
+@pytest.fixture(scope=_find_scope)
+def batcher_kit(pytestconfig: pytest.Config) -> "Iterator[BatcherKit]":
+    """A `fast_batcher.testing.BatcherKit` that serves the batchers that open in the test."""
+    # Not before a test needs it: coverage begins to measure after the plugins were loaded.
+    from fast_batcher.testing import BatcherKit
+
+    with BatcherKit(pytestconfig.getoption("--batcher-workers")) as kit:
+        yield kit
