@@ -3,12 +3,13 @@
 pytest loads it by itself wherever fast_batcher is installed. See docs/testing.md.
 """
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fast_batcher.testing import BatcherKit
 
 _SCOPES = ("function", "class", "module", "package", "session")

@@ -23,10 +23,9 @@ from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, Web
 from models.stages import InStages
-from sessions import Make
+from sessions import Make, own_directory
 from sessions import make as make_in_processes
 from sessions import make_any as make
-from sessions import own_directory
 from waits import (
     LIMIT,
     ONE_LOOP,
@@ -411,7 +410,9 @@ async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:
 RESTARTS: dict[str, Any] = {"max_restarts": None, "restart_backoff": 0.01}
 
 
-async def test_a_poisonous_request_fails_and_its_mates_are_answered(make_in_processes: Make) -> None:
+async def test_a_poisonous_request_fails_and_its_mates_are_answered(
+    make_in_processes: Make,
+) -> None:
     async with make_in_processes(DiesInBatch, 8, **RESTARTS) as batcher:
         calls = [call(batcher, value) for value in (1, "poison", "two", b"3")]
         outcomes = [await outcome(one) for one in calls]
@@ -492,8 +493,12 @@ async def test_aclose_answers_what_was_accepted(make: Make, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "stop", "stop in a thread", "cancelled aclose"])
-async def test_closing_fails_what_is_not_answered(make_in_processes: Make, gate: Gate, how: str) -> None:
-    batcher = make_in_processes(Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=0.1, stop_timeout=0.2)
+async def test_closing_fails_what_is_not_answered(
+    make_in_processes: Make, gate: Gate, how: str
+) -> None:
+    batcher = make_in_processes(
+        Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=0.1, stop_timeout=0.2
+    )
     await batcher.open()
     calls = [call(batcher, number) for number in range(5)]
     await gate.visit()
@@ -624,7 +629,9 @@ async def test_late_errors_are_counted_and_one_is_logged(
     make_in_processes: Make, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Errors of batches whose callers have all left."""
-    async with make_in_processes(FailsAtGate, 2, model_args=(gate.path,), restart_backoff=0.01) as batcher:
+    async with make_in_processes(
+        FailsAtGate, 2, model_args=(gate.path,), restart_backoff=0.01
+    ) as batcher:
         cancelled = 0
         for count, how in enumerate(["raise", "item", "large", "count", "unpicklable", "exit"], 1):
             callers = [call(batcher, how) for _ in range(2)]
@@ -648,7 +655,9 @@ async def test_late_errors_are_counted_and_one_is_logged(
     assert "raising.py" in shown
 
 
-async def test_records_of_workers_arrive_once(make_in_processes: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_records_of_workers_arrive_once(
+    make_in_processes: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     async with make_in_processes(Web) as batcher:
         await outcome(call(batcher, "404"))
     records = [one for one in caplog.records if one.name == "models.web"]

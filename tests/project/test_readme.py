@@ -202,7 +202,7 @@ def test_an_installed_package_passes_the_test_of_an_app(installed: str, saved: P
     done = run_command(
         [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"], cwd=saved
     )
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_every_test_that_is_named_is_there() -> None:

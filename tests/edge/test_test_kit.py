@@ -1,0 +1,203 @@
+"""The test kit: what it refuses, what it leaves, and how pytest runs with it."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from models.base import Echo
+from models.ordinary import Whereabouts
+from paths import ROOT
+from programs import run_command
+from waits import LIMIT, assert_balance, call, outcome, turns
+
+from fast_batcher import (
+    BatcherClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    DynBatcher,
+    InferenceError,
+    UnsendableValueError,
+)
+from fast_batcher.testing import BatcherKit
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_held_requests_end_at_their_deadlines() -> None:
+    with BatcherKit() as kit:
+        async with DynBatcher(Echo) as batcher:
+            with kit.hold():
+                held = call(batcher, 1)
+                with pytest.raises(DeadlineExceededError):
+                    await asyncio.gather(
+                        *[batcher.process_batched(2, timeout=1e-6) for _ in range(3)]
+                    )
+                cancelled = call(batcher, 3)
+                await turns(1)
+                cancelled.cancel()
+                await turns(1)
+                assert kit.batches == []
+            assert await held == 1
+            assert kit.sizes == [1]
+        assert assert_balance(batcher).cancelled == 1
+
+
+async def test_latency_lets_running_calls_expire() -> None:
+    with BatcherKit() as kit:
+        async with DynBatcher(Echo, timeout=0.01) as batcher:
+            kit.latency = 0.2
+            assert isinstance(await outcome(call(batcher, 1)), DeadlineExceededError)
+            kit.reset()
+            assert await batcher.process_batched(2, timeout=LIMIT) == 2
+        assert kit.sizes == [1]
+
+
+async def test_values_are_pickled_as_in_production() -> None:
+    with BatcherKit():
+        async with DynBatcher(Echo) as batcher:
+            value = ["a list"]
+            assert await batcher.process_batched(value) is not value
+            with pytest.raises(UnsendableValueError):
+                await batcher.process_batched(lambda: None)
+
+
+async def test_errors_of_the_model_arrive_as_from_infer() -> None:
+    with BatcherKit() as kit:
+        async with DynBatcher(Echo) as batcher:
+            kit.fail_next(KeyError("x"), count=2)
+            for _ in range(2):
+                error = await outcome(call(batcher, 1))
+                assert isinstance(error, KeyError)
+                assert isinstance(error, InferenceError)
+            assert await batcher.process_batched(1) == 1
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.completed) == (2, 1)
+
+
+async def test_forgotten_batchers_are_closed_at_the_end() -> None:
+    batcher = DynBatcher(Echo)
+    with BatcherKit() as kit:
+        assert await batcher.process_batched(1) == 1
+        with kit.hold():
+            held = call(batcher, 2)
+            await turns(1)
+    assert batcher.state == "closed"
+    # It was released by the end of the hold, or ended with its batcher.
+    assert await outcome(held) == 2 or isinstance(held.exception(), BatcherClosedError)
+
+
+async def test_a_batcher_that_was_open_before_keeps_its_workers() -> None:
+    with BatcherKit() as outer:
+        async with DynBatcher(Echo) as first:
+            with BatcherKit() as inner:
+                assert await first.process_batched(1) == 1
+                async with DynBatcher(Echo) as second:
+                    assert await second.process_batched(2) == 2
+            assert first.state == "open"
+    assert [batch.inputs for batch in outer.batches] == [[1]]
+    assert [batch.inputs for batch in inner.batches] == [[2]]
+
+
+async def test_reload_and_more_workers() -> None:
+    with BatcherKit() as kit:
+        async with DynBatcher(Whereabouts) as batcher:
+            batcher.reconfigure(num_workers=2, max_batch_size=2)
+            await batcher.reload()
+            with kit.hold():
+                pids = await batcher.process_many(range(6))
+            assert len({*pids}) == 1
+            assert kit.sizes == [2, 2, 2]
+
+
+WRONG: list[tuple[Any, str]] = [
+    (lambda kit: BatcherKit(cast("Any", "fibres")), "workers='fibres'"),
+    (lambda kit: setattr(kit, "latency", -1), "latency=-1"),
+    (lambda kit: kit.hold(0).__enter__(), "until=0"),
+    (lambda kit: kit.fail_next("error"), "error='error'"),
+    (lambda kit: kit.fail_next(ValueError, 0), "count=0"),
+    (lambda kit: setattr(BatcherKit("processes"), "latency", 1), "latency=1"),
+]
+
+
+@pytest.mark.parametrize(("use", "named"), WRONG, ids=[named for _, named in WRONG])
+def test_wrong_use_is_told(use: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        use(BatcherKit())
+
+
+# --- pytest ---------------------------------------------------------------------------------------
+
+
+def run_pytest(directory: Path, *options: str, **run_options: Any) -> str:
+    """Run pytest as a user does, and return its output."""
+    paths = [str(ROOT), str(ROOT / "tests" / "edge"), str(directory)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    done = run_command(
+        [*command, "--rootdir", str(directory), *options],
+        cwd=directory,
+        env={"PYTHONPATH": ":".join(paths), "PATH": ""},
+        **run_options,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_tests_of_an_app_pass_with_processes(tmp_path: Path) -> None:
+    tests = (ROOT / "tests" / "edge" / "test_kit_on_an_app.py").read_text()
+    (tmp_path / "test_app.py").write_text(tests)
+    assert "23 passed" in run_pytest(tmp_path, "--batcher-workers=processes")
+
+
+MODEL = """
+from fast_batcher import InferenceModel
+
+class Doubler(InferenceModel[int, int]):
+    def infer(self, inputs: list[int]) -> list[int]:
+        outputs = [2 * number for number in inputs]
+        return outputs
+"""
+TESTS = """
+import asyncio
+from doubler import Doubler
+from fast_batcher import DynBatcher
+
+async def double(number):
+    async with DynBatcher(Doubler) as batcher:
+        return await batcher.process_batched(number)
+
+def test_doubles(batcher_kit):
+    assert asyncio.run(double(21)) == 42
+
+def test_batches_of_the_test_before(batcher_kit):
+    assert len(batcher_kit.batches) == BATCHES
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scope", "batches"), [("function", 0), ("session", 1)])
+def test_the_fixture_has_the_scope_of_the_settings(
+    tmp_path: Path, scope: str, batches: int
+) -> None:
+    (tmp_path / "doubler.py").write_text(MODEL)
+    (tmp_path / "test_doubler.py").write_text(TESTS.replace("BATCHES", str(batches)))
+    assert "2 passed" in run_pytest(tmp_path, "-o", f"batcher_kit_scope={scope}")
+
+
+@pytest.mark.slow
+def test_coverage_sees_the_model(tmp_path: Path) -> None:
+    (tmp_path / "doubler.py").write_text(MODEL)
+    (tmp_path / "test_doubler.py").write_text(TESTS.replace("BATCHES", "0"))
+    (line,) = re.findall("^doubler.py .*$", run_pytest(tmp_path, "--cov=doubler"), re.MULTILINE)
+    assert line.split() == ["doubler.py", "5", "0", "100%"]
+
+
+@pytest.mark.slow
+def test_a_breakpoint_stops_in_the_model(tmp_path: Path) -> None:
+    (tmp_path / "doubler.py").write_text(MODEL.replace("return", "breakpoint(); return"))
+    (tmp_path / "test_doubler.py").write_text(TESTS.replace("BATCHES", "0"))
+    output = run_pytest(tmp_path, "-s", input="p 'the outputs are', outputs\nc\n")
+    assert "('the outputs are', [42])" in output
