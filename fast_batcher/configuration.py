@@ -150,6 +150,8 @@ def _parse(option: Option, text: str, source: str) -> Any:
         value = _SWITCHES[lowered]
     elif list in option.types and "," in text:
         value = [part.strip() for part in text.split(",")]
+    elif tuple in option.types and (ends := re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)):
+        value = int(ends[1]), int(ends[2])
     elif int in option.types or float in option.types:
         value = _parse_number(option, text, source)
     _check(option, value, source)

@@ -554,8 +554,8 @@ class Option:
     """A setting as documents, files and command lines need it."""
 
     name: str
-    # Types of a value that can be written as text: int, float, bool, str, or list for several
-    # texts. Empty for objects and functions, which only a program can give.
+    # Types of a value that can be written as text: int, float, bool, str, list for several texts, or
+    # tuple for a range of whole numbers. Empty for objects and functions, which only a program can give.
     types: tuple[type, ...]
     # Whether None is a value: no limit, or the default that `doc` or the documents name.
     is_optional: bool
@@ -592,6 +592,7 @@ _TYPES_OF_TEXTS: dict[Any, type] = {
     **{kind: kind for kind in (int, float, bool, str)},
     PolicyName: str,
     Sequence[str]: list,
+    tuple[int, int]: tuple,
 }
 # The options of `DynBatcher`, besides the model and its arguments, by name.
 OPTIONS = {option.name: option for option in _list_options()}

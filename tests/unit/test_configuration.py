@@ -146,6 +146,19 @@ def test_code_wins_over_environment_over_file_over_default(
     assert batcher.settings["policy"] == ("adaptive", "default")
 
 
+def test_a_range_of_workers_is_written_with_a_hyphen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FAST_BATCHER_NUM_WORKERS", "1-2")
+    assert construct().settings["num_workers"].value == (1, 2)
+    monkeypatch.delenv("FAST_BATCHER_NUM_WORKERS")
+    path = write(tmp_path / "batchers.toml", "num_workers", "1 - 2")
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    assert construct().settings["num_workers"].value == (1, 2)
+    write(path, "num_workers", "2-1")
+    assert "num_workers=(2, 1)" in refusal()
+
+
 def test_a_change_while_running_has_its_source() -> None:
     batcher = construct()
     batcher.reconfigure(max_batch_size=5)
