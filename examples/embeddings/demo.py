@@ -58,6 +58,8 @@ STOP_LIMIT = 300.0
 ANSWER_LIMIT = 60.0
 # Padding and the order of additions change the last bits of a float, and nothing more.
 MIN_COSINE = 0.999
+# Characters of the longest bar, for a terminal of 80 columns.
+BAR_LENGTH = 55
 
 
 @dataclass
@@ -235,25 +237,49 @@ def find_lowest_cosine(rounds: list[Round], own: list[list[float]]) -> float:
 
 
 def make_table(rounds: list[Round]) -> Table:
-    """One row per round and endpoint; latencies as the clients saw them."""
+    """One row per endpoint: the median round's rate, and latencies as the clients saw them."""
     title = "Sentence embeddings over HTTP, latencies in ms"
     table = Table(title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
-    table.add_column("round", justify="right")
     table.add_column("endpoint")
     for heading in ("requests", "requests/s", "p50", "p95", "p99", "mean batch", "errors"):
         table.add_column(heading, justify="right")
-    for round_ in rounds:
-        quantiles = np.percentile(round_.latencies or [0.0], [50, 95, 99]) * 1000
+    for name in ENDPOINTS:
+        own = [round_ for round_ in rounds if round_.name == name]
+        latencies = [seconds for round_ in own for seconds in round_.latencies]
+        quantiles = np.percentile(latencies or [0.0], [50, 95, 99]) * 1000
         table.add_row(
-            str(round_.number),
-            round_.name,
-            str(len(round_.answers)),
-            f"{round_.rate:.1f}",
+            name,
+            str(sum(len(round_.answers) for round_ in own)),
+            f"{find_rate(rounds, name):.0f}",
             *(f"{value:.0f}" for value in quantiles),
-            f"{round_.mean_batch_size:.1f}",
-            str(len(round_.errors)),
+            f"{statistics.fmean(round_.mean_batch_size for round_ in own):.1f}",
+            str(sum(len(round_.errors) for round_ in own)),
         )
     return table
+
+
+def find_rate(rounds: list[Round], name: str) -> float:
+    """The median rate of an endpoint's rounds."""
+    return statistics.median(round_.rate for round_ in rounds if round_.name == name)
+
+
+def draw(rounds: list[Round]) -> Table:
+    """Draw the rates and the 95th percentiles of latency as bars."""
+    figures = {"requests per second, more is better": find_rate, "p95 in ms, less is better": _p95}
+    picture = Table(box=None, pad_edge=False, show_header=False)
+    for title, find in figures.items():
+        values = {name: find(rounds, name) for name in ENDPOINTS}
+        picture.add_row(f"[bold]{title}[/]")
+        for name, value in values.items():
+            length = round(BAR_LENGTH * value / max(*values.values(), 1e-9))
+            colour = "green" if name == "batched" else "yellow"
+            picture.add_row(f"{name:>9} [{colour}]{'█' * max(1, length)}[/] {value:.0f}")
+    return picture
+
+
+def _p95(rounds: list[Round], name: str) -> float:
+    seconds = [one for round_ in rounds if round_.name == name for one in round_.latencies]
+    return float(np.percentile(seconds or [0.0], 95) * 1000)
 
 
 def measure_speed_ups(rounds: list[Round]) -> list[float]:
@@ -292,6 +318,8 @@ async def run_rounds(
 def report(console: Console, rounds: list[Round], ending: Ending, cosine: float) -> bool:
     """Print the table and what it comes to; return whether everything was right."""
     console.print(make_table(rounds))
+    console.print(draw(rounds))
+    console.print()
     ratios = measure_speed_ups(rounds)
     if ratios:
         each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -343,8 +371,14 @@ def main() -> int:
     sentences = (HERE / "sentences.txt").read_text().splitlines()[: options.sentences]
     console = Console()
     console.print(
-        f"{len(sentences)} sentences, {options.clients} clients, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, torch {version('torch')}"
+        "Serves sentence embeddings of a real model (all-MiniLM-L6-v2) with FastAPI and uvicorn, "
+        "from two endpoints: one batches the requests in flight, one computes them one by one. "
+        f"{options.clients} clients send {len(sentences)} sentences to each, "
+        f"{options.rounds} times in turn."
+    )
+    console.print(
+        f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {version('torch')}",
+        style="dim",
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     # Twice a second: drawing costs CPU that the model could use.
