@@ -555,7 +555,8 @@ class Option:
 
     name: str
     # Types of a value that can be written as text: int, float, bool, str, list for several texts, or
-    # tuple for a range of whole numbers. Empty for objects and functions, which only a program can give.
+    # tuple for a range of whole numbers. Empty for objects and functions, which only a program can
+    # give.
     types: tuple[type, ...]
     # Whether None is a value: no limit, or the default that `doc` or the documents name.
     is_optional: bool

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fast_batcher._cli.checks import Check
 from fast_batcher._devices import find_gpus
+from fast_batcher._transport.progress import make_memory_file
 
 # A server of 256 connections with a few workers, of which each takes about ten.
 ENOUGH_DESCRIPTORS = 1024
@@ -59,17 +60,20 @@ def _check_loop() -> Check:
 
 
 def _check_memfd() -> Check:
+    name = "shared memory"
     try:
         os.close(os.memfd_create("fast_batcher-doctor"))
     except (AttributeError, OSError) as error:
-        return Check(
-            "shared memory",
-            "bad",
-            f"memfd_create does not work: {error}",
-            "allow it in the seccomp profile of the container; until then large inputs and outputs "
-            "go through pipes",
-        )
-    return Check("shared memory", "good", "memfd_create works")
+        text = f"memfd_create does not work: {error}"
+    else:
+        return Check(name, "good", "memfd_create works")
+    try:
+        os.close(make_memory_file(1))
+    except OSError as error:
+        remedy = "no worker can start; allow memfd_create in the container's seccomp profile"
+        return Check(name, "bad", f"{text}; nor does /dev/shm: {error}", remedy)
+    remedy = "/dev/shm is used instead, and needs room for large inputs and outputs (--shm-size)"
+    return Check(name, "warning", text, remedy)
 
 
 def _check_descriptors() -> Check:

@@ -75,19 +75,29 @@ def _open_memory_file() -> int:
     if sys.platform != "linux":
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
+    try:
+        return _create_memfd()
+    except OSError as error:
+        # A seccomp profile refuses it, or the kernel or the C library does not have it.
+        if error.errno not in (errno.EPERM, errno.ENOSYS):
+            raise
+    # The file system of `multiprocessing.shared_memory`, but without a name that may be left over.
+    return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+
+
+def _create_memfd() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fast_batcher")
     # A Python built for C libraries from before 2018 lacks the function even where the library has
     # it: the builds of uv and conda did until 2026.
     library = ctypes.CDLL(None, use_errno=True)
-    if hasattr(library, "memfd_create"):
-        fd: int = library.memfd_create(b"fast_batcher", _CLOSE_ON_EXEC)
-        if fd < 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        return fd
-    # The file system of `multiprocessing.shared_memory`, but without a name that may be left over.
-    return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    if not hasattr(library, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    fd: int = library.memfd_create(b"fast_batcher", _CLOSE_ON_EXEC)
+    if fd < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return fd
 
 
 # Unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, a flag, a count, and more ids.

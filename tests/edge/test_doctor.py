@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 from waits import LIMIT
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,27 @@ def test_a_machine_is_described() -> None:
     assert {"Python", "shared memory", "descriptors", "memory", "cores", "packages"} < set(checks)
     assert checks["shared memory"]["level"] == "good"
     assert "fast_batcher" in checks["packages"]["text"]
+
+
+def test_a_kernel_that_refuses_memory_files_is_told() -> None:
+    program = ROOT / "tests" / "support" / "without_memfd.py"
+    done = subprocess.run(
+        [sys.executable, str(program), *COMMAND[2:], "command_models:Doubler", "--json"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    if "prctl" in done.stderr:
+        pytest.skip("the kernel has no such filters")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert checks["shared memory"]["level"] == "warning"
+    assert "Operation not permitted" in checks["shared memory"]["text"]
+    assert "--shm-size" in checks["shared memory"]["remedy"]
+    # Workers start all the same.
+    assert done.returncode == 0
+    assert checks["model"]["level"] == "good"
 
 
 def test_too_few_descriptors_are_wrong() -> None:
