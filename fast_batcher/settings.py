@@ -554,7 +554,7 @@ class Option:
     """A setting as documents, files and command lines need it."""
 
     name: str
-    # Types of a value that can be written as text: int, float, bool, str, list for several texts, or
+    # Types of a value that can be written as text: int, float, bool, str, list for several texts,
     # tuple for a range of whole numbers. Empty for objects and functions, which only a program can
     # give.
     types: tuple[type, ...]
