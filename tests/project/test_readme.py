@@ -156,6 +156,12 @@ def test_an_installed_package_serves_each_app(app: str, installed: str, saved: P
             answer = client.post("/shout", json={"text": "hello"})
             assert answer.json() == {"text": "HELLO!"}
             assert client.post("/shout", json={"text": 5}).status_code == 422
+        elif app == "scores:app":
+            item = {"features": [1, 2, 3, 4], "temperature": 2}
+            scores = client.post("/scores", json=item).json()
+            assert len(scores) == 3
+            assert sum(scores) == pytest.approx(1)
+            assert client.post("/scores", json={**item, "temperature": 0}).status_code == 422
         elif app == "chain:app":
             assert client.get("/shout-words/hello-world").json() == ["HELLO!", "WORLD!"]
         else:
@@ -164,7 +170,7 @@ def test_an_installed_package_serves_each_app(app: str, installed: str, saved: P
             answer = client.get("/shout/hello", headers={"X-Request-Timeout": "1e-9"})
             assert answer.json()["code"].startswith("deadline")
             assert answer.status_code in (503, 504)
-        if app == "service:app":
+        if app == "scores:app":
             assert client.get("/livez").json() == {"status": "alive"}
             assert client.get("/readyz").json()["status"] == "ready"
 
@@ -206,7 +212,7 @@ def test_an_installed_package_passes_the_test_of_an_app(installed: str, saved: P
 
 
 def test_every_test_that_is_named_is_there() -> None:
-    named = re.findall(r"\]\((tests/[^)]+)\)`::(\w+)`", README)
+    named = re.findall(r"\]\(\.\./(tests/[^)]+)\)`::(\w+)`", PAGES["guarantees.md"])
     assert len(named) > 5
     for path, test in named:
         assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
