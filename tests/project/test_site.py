@@ -1,4 +1,4 @@
-"""The site of the documentation builds, its links lead somewhere, and it loads nothing from outside."""
+"""The site of the documentation builds, its links lead somewhere, and it loads nothing else."""
 
 import os
 import re
