@@ -85,7 +85,7 @@ def test_the_server_answers_as_the_tutorial_says(address: str) -> None:
 def test_the_load_of_the_tutorial_is_answered(address: str) -> None:
     def count() -> int:
         page = httpx2.get(f"{address}/batchers.json", timeout=LIMIT).json()
-        return int(page["batchers"][0]["stats"]["completed"])
+        return int(page["batchers"][0]["totals"]["completed"])
 
     before = count()
     run_commands(7, address)
@@ -99,3 +99,22 @@ def test_the_test_of_the_tutorial_passes(folder: Path) -> None:
         env={"PYTHONPATH": str(ROOT)},
     )
     assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+# --- the migration pages --------------------------------------------------------------------------
+
+
+def test_the_app_from_litserve_answers_as_theirs(tmp_path: Path) -> None:
+    save("from_litserve.md", tmp_path)
+    with run_server("squares:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
+        answer = httpx2.post(f"{url}/predict", json={"input": 4}, timeout=LIMIT)
+        assert answer.json() == {"output": 16.0}
+        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+
+
+def test_the_app_from_ray_serve_answers_as_theirs(tmp_path: Path) -> None:
+    save("from_ray_serve.md", tmp_path)
+    with run_server("powers:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
+        answer = httpx2.post(f"{url}/predict", params={"number": 4}, timeout=LIMIT)
+        assert answer.json() == 16.0
+        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
