@@ -82,5 +82,7 @@ def _show_file(link: re.Match[str]) -> str:
 
 
 def _inline(image: re.Match[str]) -> str:
-    drawing = (ROOT / "docs" / "images" / image[2]).read_text()
-    return drawing[drawing.index("<svg") :]
+    text = (ROOT / "docs" / "images" / image[2]).read_text()
+    # The palette of the page counts, and not that of the system.
+    text = text.replace("@media (prefers-color-scheme: dark)", '[data-md-color-scheme="slate"]')
+    return text.replace('role="img"', f'role="img" aria-label="{image[1]}"')

@@ -69,6 +69,14 @@ def test_the_readme_links_every_example() -> None:
     assert {path.relative_to(ROOT).as_posix() for path in examples} - linked == set()
 
 
+def test_every_test_that_guarantees_name_exists() -> None:
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"\]\(\.\./(tests/[^)]+)\)`::(\w+)`", page)
+    assert len(named) > 5
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
+
+
 def test_the_comparison_links_what_fast_batcher_has_and_names_what_is_missing() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
     abilities = 0

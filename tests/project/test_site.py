@@ -15,6 +15,7 @@ from paths import ROOT
 from programs import run_command
 
 import fast_batcher
+from benchmarks.batch_pictures import draw_all
 
 pytest.importorskip("mkdocs")
 
@@ -130,3 +131,9 @@ def test_the_index_lists_every_decision() -> None:
     titles = [note.read_text().partition("\n")[0] for note in notes]
     assert [name for _, _, name in listed] == [note.name for note in notes]
     assert [f"# {number}. {title}" for number, title, _ in listed] == titles
+
+
+def test_drawings_are_those_of_the_present_scheduler() -> None:
+    """If it fails: look at what `python -m benchmarks.batch_pictures` draws now."""
+    for name, drawing in draw_all().items():
+        assert (ROOT / "docs" / "images" / name).read_text() == drawing, name
