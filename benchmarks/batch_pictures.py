@@ -15,10 +15,12 @@ from benchmarks.simulation.engine import simulate
 from benchmarks.simulation.loads import ClosedLoop, Load, OpenLoop
 from benchmarks.simulation.models import Model
 
+# A rest of a batch that is not drawn, seconds.
+SHORT = 2e-3
 IMAGES = ROOT / "docs" / "images"
 MODEL = Model("drawn", 10e-3, 1e-3, 8, target=inf)
 # Units of the drawings: as wide as a phone's screen allows without small letters.
-WIDTH, LEFT, RIGHT, ROW, HEAD, NARROW = 460.0, 64.0, 8.0, 17.0, 40.0, 14.0
+WIDTH, LEFT, RIGHT, ROW, HEAD = 460.0, 64.0, 8.0, 17.0, 40.0
 # A page defines the colours of its palette; alone, the drawing follows the system.
 STYLE = """
 .diagram {
@@ -78,8 +80,9 @@ def watch(title: str, policy: str, load: Load, begin: float, batches: int) -> Pa
     kept = worker.batches[first : first + batches]
     numbers = sorted({number for _, _, requests in kept for number in requests})
     start = min(record.arrivals[number] for number in numbers) - 1e-3
-    # The batch before, as far as one of the requests waits for it: only the worker's line shows it.
-    kept = [batch for batch in worker.batches[:first][-1:] if batch[1] > start] + kept
+    # The batch before, if a request waits for it: only the worker's line shows it.
+    before = [batch for batch in worker.batches[:first][-1:] if batch[1] > start + SHORT]
+    kept = before + kept
     shown = [(max(0, 1e3 * (a - start)), 1e3 * (b - start), requests) for a, b, requests in kept]
     arrivals = {number: 1e3 * (record.arrivals[number] - start) for number in numbers}
     return Panel(title, arrivals, shown, shown[-1][1] + 2)
@@ -120,8 +123,7 @@ def draw_panel(panel: Panel, top: float, span: float) -> Iterator[str]:
             yield draw_box(kind, left, y - 5, width, 10)
             yield f'<circle class="arrives" cx="{arrival:g}" cy="{y:g}" r="4"/>'
         yield draw_box(kind, left, below, width, 18)
-        if width > NARROW:
-            yield draw_text("label", round(left + width / 2, 1), below + 13, str(len(requests)))
+        yield draw_text("label", round(left + width / 2, 1), below + 13, str(len(requests)))
     line = below + 26
     yield f'<path class="axis" d="M{at(0):g} {line:g}H{at(span):g}"/>'
     for moment in range(0, int(span) + 1, 10):
