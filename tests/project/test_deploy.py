@@ -47,6 +47,11 @@ def read_container() -> tuple[dict[str, Any], dict[str, Any]]:
     return pod, container
 
 
+def read_wanted_metrics() -> list[str]:
+    metrics = read_manifest("autoscaler.yaml")["spec"]["metrics"]
+    return [metric["pods"]["metric"]["name"] for metric in metrics]
+
+
 # --- Kubernetes -----------------------------------------------------------------------------------
 
 
@@ -109,10 +114,7 @@ def test_pod_has_room_for_shared_memory() -> None:
 
 
 def test_the_autoscaler_reads_metrics_of_the_adapter() -> None:
-    wanted = [
-        metric["pods"]["metric"]["name"]
-        for metric in read_manifest("autoscaler.yaml")["spec"]["metrics"]
-    ]
+    wanted = read_wanted_metrics()
     rules = read_manifest("prometheus_adapter.yaml")["rules"]["custom"]
     assert [rule["seriesQuery"].partition("{")[0] for rule in rules] == wanted
     listed = re.findall(
@@ -127,6 +129,11 @@ def test_the_command_of_a_pod_serves_and_ends(tmp_path: Path) -> None:
     page = (DOCS / "tutorial.md").read_text()
     for code, name in re.findall(r'^```python\n("""Save as `([^`]+)`.*?)^```', page, re.M | re.S):
         (tmp_path / name).write_text(code)
+    (metrics,) = re.findall(
+        r"^```python\n(.*?)^```", (DOCS / "kubernetes.md").read_text(), re.M | re.S
+    )
+    with (tmp_path / "server.py").open("a") as file:
+        file.write(metrics)
     port = find_free_port()
     command = ["127.0.0.1" if one == "0.0.0.0" else one for one in container["command"]]
     command[command.index("--port") + 1] = str(port)
@@ -137,6 +144,8 @@ def test_the_command_of_a_pod_serves_and_ends(tmp_path: Path) -> None:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             path = container[probe]["httpGet"]["path"]
             assert httpx2.get(f"http://127.0.0.1:{port}{path}", timeout=LIMIT).status_code == 200
+        shown = httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT).text
+        assert all(name in shown for name in read_wanted_metrics())
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_for_exit() in (0, -signal.SIGTERM)
         assert "Application shutdown complete" in server.output
