@@ -11,7 +11,7 @@ FASTAPI_TESTS := $(filter-out %servers.py,$(wildcard tests/fastapi/test_*.py))
 # Tests that run side by side. Most of them wait for a process half of their time.
 JOBS ?= 2
 
-.PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish clean
+.PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish docs clean
 
 help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched: a table, a picture'
@@ -25,6 +25,7 @@ help:
 	@echo 'make bench-all    all of them in full, three hours; their results are what is published'
 	@echo 'make soak         long runs with deliberate faults, forty minutes'
 	@echo 'make publish      the README tables from the stored results'
+	@echo 'make docs         the documentation as a site, in site/'
 	@echo 'make clean        remove what these commands have made'
 
 install: .venv/installed
@@ -113,6 +114,9 @@ soak: install
 publish: install
 	$(BIN)/python -m benchmarks.publish
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

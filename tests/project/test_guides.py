@@ -1,0 +1,120 @@
+"""The programs of the tutorial and of the migration pages run as their readers run them."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from paths import ROOT
+from programs import run_command
+from servers import run_server
+from waits import LIMIT
+
+CODE = re.compile(r'^```python\n("""Save as `([^`]+)`.*?)^```', re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ADDRESS = "127.0.0.1:8000"
+
+pytestmark = pytest.mark.slow
+
+
+def read(page: str) -> str:
+    return (ROOT / "docs" / page).read_text()
+
+
+def save(page: str, folder: Path) -> dict[str, str]:
+    """Save the programs of a page under their names."""
+    found = {name: code for code, name in CODE.findall(read(page))}
+    for name, code in found.items():
+        (folder / name).write_text(code)
+    return found
+
+
+# --- the tutorial ---------------------------------------------------------------------------------
+
+
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tutorial")
+    assert set(save("tutorial.md", folder)) == {
+        *("similarity.py", "try_it.py", "server.py", "test_server.py")
+    }
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with run_server("server:app", folder, settings={"PYTHONPATH": str(ROOT)}) as url:
+        yield url
+
+
+def run_commands(section: int, address: str) -> list[str]:
+    """Run the last console block of a section, with the address of the server; return the lines."""
+    text = read("tutorial.md").split("\n## ")[section]
+    *_, block = CONSOLE.findall(text)
+    done = run_command(["bash", "-ec", block.replace(ADDRESS, address.removeprefix("http://"))])
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.replace("}{", "}\n{").splitlines()
+
+
+def test_the_script_prints_what_the_tutorial_says(folder: Path) -> None:
+    (printed,) = re.findall(r"^```text\n(.*?)^```", read("tutorial.md"), re.MULTILINE | re.DOTALL)
+    done = run_command(
+        [sys.executable, "-W", "error", "try_it.py"], cwd=folder, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+@needs_curl
+def test_the_server_answers_as_the_tutorial_says(address: str) -> None:
+    (similar,) = run_commands(4, address)
+    assert 0.8 < json.loads(similar)["similarity"] < 1
+    missing, bad, ready = (json.loads(line) for line in run_commands(5, address))
+    assert missing["detail"][0]["loc"] == ["body", "second"]
+    assert bad == {"detail": "no letter in '123'"}
+    assert ready["status"] == "ready"
+
+
+@needs_curl
+def test_the_load_of_the_tutorial_is_answered(address: str) -> None:
+    def count() -> int:
+        page = httpx2.get(f"{address}/batchers.json", timeout=LIMIT).json()
+        return int(page["batchers"][0]["totals"]["completed"])
+
+    before = count()
+    run_commands(7, address)
+    assert count() == before + 300
+
+
+def test_the_test_of_the_tutorial_passes(folder: Path) -> None:
+    done = run_command(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_server.py"],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+# --- the migration pages --------------------------------------------------------------------------
+
+
+def test_the_app_from_litserve_answers_as_theirs(tmp_path: Path) -> None:
+    save("from_litserve.md", tmp_path)
+    with run_server("squares:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
+        answer = httpx2.post(f"{url}/predict", json={"input": 4}, timeout=LIMIT)
+        assert answer.json() == {"output": 16.0}
+        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+
+
+def test_the_app_from_ray_serve_answers_as_theirs(tmp_path: Path) -> None:
+    save("from_ray_serve.md", tmp_path)
+    with run_server("powers:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
+        answer = httpx2.post(f"{url}/predict", params={"number": 4}, timeout=LIMIT)
+        assert answer.json() == 16.0
+        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
