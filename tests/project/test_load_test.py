@@ -15,16 +15,10 @@ from apps.doubling import SLOWNESS
 from paths import PYTHONPATH, ROOT
 from programs import run_command
 
-from benchmarks.load.client import draw_arrivals
-from benchmarks.load.measurement import (
-    Case,
-    Settings,
-    Target,
-    make_plans,
-    measure,
-    run_clients,
-)
+from benchmarks.load.measurement import Target, measure
 from benchmarks.load.server import serve
+from fast_batcher._load.client import draw_arrivals
+from fast_batcher._load.measurement import Case, Settings, make_plans, run_clients
 
 # In a separate file: a server and worker that import this file would load torch.
 APP = "apps.doubling:app"
