@@ -198,6 +198,8 @@ class Client:
             record.requests = sum(due >= self._measured_from for due in self._arrivals)
             self._arrive()
         self._last_answer = self._measured_from
+        # Later than the last request if none is due in the measured time.
+        self._loop.call_later(plan.warm_up + plan.seconds, self._finish_if_done)
         if plan.give_up is not None:
             self._give_up(plan.give_up)
         try:

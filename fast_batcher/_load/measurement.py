@@ -21,6 +21,10 @@ from fast_batcher._load.client import ANSWER_LIMIT, Plan, Record
 SPARE_TIME = 300.0
 
 
+class LoadError(RuntimeError):
+    """A load that cannot be measured; the text says why, and what to do."""
+
+
 @dataclass(frozen=True)
 class Target:
     """Where the requests go."""
@@ -92,7 +96,7 @@ class Case:
     def load(self) -> str:
         """Name the load."""
         if self.rate is None:
-            return f"{self.clients} clients"
+            return f"{self.clients} client{'s' if self.clients != 1 else ''}"
         return f"{self.rate:.0f}/s" + (f" ({self.share:.0%})" if self.share else "")
 
 
@@ -145,7 +149,7 @@ def measure(
         watch: Entered while the clients run.
 
     Raises:
-        RuntimeError: A client failed, or no connection was possible.
+        LoadError: A client failed, or could not connect.
         OSError: The server cannot be reached.
     """
     plans = make_plans(target, case, repetition, settings)
@@ -198,7 +202,7 @@ def run_clients(plans: list[Plan]) -> list[Record]:
     """Run a client process for each plan, all at once, and end them all.
 
     Raises:
-        RuntimeError: A client failed; the text is its last line.
+        LoadError: A client failed; the text has its last line.
     """
     clients: list[subprocess.Popen[str]] = []
     with ExitStack() as files:
@@ -250,11 +254,11 @@ def _wait(client: subprocess.Popen[str], output: IO[str], limit: float) -> Recor
     return Record(**json.load(output))
 
 
-def _complaint(client: subprocess.Popen[str]) -> RuntimeError:
+def _complaint(client: subprocess.Popen[str]) -> LoadError:
     client.kill()
     _, text = client.communicate()
     last_line = text.strip().splitlines()[-1:] or ["it said nothing in time"]
-    return RuntimeError(f"the client failed: {last_line[0]}")
+    return LoadError(f"the client failed: {last_line[0].removeprefix('RuntimeError: ')}")
 
 
 def summarise(records: list[Record], settings: Settings) -> dict[str, float]:

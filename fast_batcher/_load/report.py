@@ -75,6 +75,14 @@ def count_lost(measurements: Iterable[Measurement]) -> Counter[str]:
     return found
 
 
+def describe_lost(measurements: Iterable[Measurement]) -> str:
+    """Say in one line what came instead of good answers; "" for nothing."""
+    measurements = list(measurements)
+    text = ", ".join(f"{n} times {what}" for what, n in count_lost(measurements).items())
+    first = next((m.first_error for m in measurements if m.first_error), "")
+    return f"{text}; the first: {' '.join(first.split())}" if first else text
+
+
 def find_busiest(measurements: Iterable[Measurement]) -> float:
     """Return the largest share of a measurement in which a client process was busy."""
     return max(m.figures["client_busy"] for m in measurements)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fast_batcher._load.measurement import Case, Measurement
-from fast_batcher._load.report import cases, spread
+from fast_batcher._load.measurement import Case, LoadError, Measurement
+from fast_batcher._load.report import cases, describe_lost, spread
 
 # Most concurrent requests in an open loop; later ones wait for a connection, and the wait counts.
 OPEN_CONNECTIONS = 512
@@ -35,7 +35,7 @@ def measure_loads(
         measure: Measures a case in a repetition, or in `WARM_UP`.
 
     Raises:
-        RuntimeError: There are shares, and a path has not answered in the closed loops.
+        LoadError: There are shares, and a path has not answered in the closed loops.
     """
     closed = [Case(name, path, n) for n in loads.clients for name, path in paths.items()]
     if closed:
@@ -73,7 +73,7 @@ def find_capacity(measurements: Sequence[Measurement], path: str) -> float:
     """Return the best median rate of a path in a closed loop, per second.
 
     Raises:
-        RuntimeError: It has no good answer.
+        LoadError: It has no good answer.
     """
     spreads = [
         spread(measurements, case, "requests_per_second")
@@ -82,5 +82,6 @@ def find_capacity(measurements: Sequence[Measurement], path: str) -> float:
     ]
     capacity = max((s.median for s in spreads if s is not None), default=0.0)
     if not capacity:
-        raise RuntimeError(f"{path} gave no good answer in time: raise --seconds")
+        lost = describe_lost(m for m in measurements if m.case.path == path)
+        raise LoadError(f"{path} gave no good answer: {lost or 'raise --seconds'}")
     return capacity
