@@ -39,7 +39,7 @@ from benchmarks.pictures import SIDE, make_jpeg
 from benchmarks.report import Columns, Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import ARRAY_SHAPE, Figures, Load
 from benchmarks.setup_peers import PEERS, python_of
-from fast_batcher._load.measurement import Case, Settings
+from fast_batcher._load.measurement import Case, LoadSettings
 from fast_batcher._load.report import Spread, number
 
 # What the tables show in place of an event loop.
@@ -310,7 +310,7 @@ def measure_start(target: Target, start_s: float, seconds: float) -> Figures:
 def measure(target: Target, table: Table, repetition: int, job: Job, body: bytes) -> Figures:
     """Put a server under one load; kill its model's process if the job has a file with its id."""
     load, is_special = table.load, bool(job.limit or job.pid_file)
-    settings = Settings(
+    settings = LoadSettings(
         bodies=[body],
         content_type="application/octet-stream" if job.shape else "application/json",
         seconds=load.seconds * (KILL_SECONDS if job.pid_file else 1),

@@ -24,8 +24,8 @@ from benchmarks.load.gpu import NOT_MEASURED, GpuWatch
 from benchmarks.load.measurement import Target, measure
 from benchmarks.load.report import make_remarks, make_table
 from benchmarks.load.server import serve
-from fast_batcher._load.measurement import Case, Measurement, Settings
-from fast_batcher._load.report import draw
+from fast_batcher._load.measurement import Case, LoadMeasurement, LoadSettings
+from fast_batcher._load.report import draw_loads
 from fast_batcher._load.run import WARM_UP, Loads, measure_in_turn, measure_loads
 
 APP = "examples.embeddings.app:app"
@@ -109,10 +109,10 @@ class LoadTest:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self.measurements: list[Measurement] = []
+        self.measurements: list[LoadMeasurement] = []
         # Of the client, against an app that does nothing.
-        self.floor: Measurement
-        self._settings = Settings(
+        self.floor: LoadMeasurement
+        self._settings = LoadSettings(
             bodies=read_bodies(options),
             content_type=options.content_type,
             seconds=options.seconds,
@@ -174,7 +174,7 @@ class LoadTest:
             longest = max(longest, len(answer))
         return longest
 
-    def _measure(self, target: Target, case: Case, repetition: int) -> Measurement:
+    def _measure(self, target: Target, case: Case, repetition: int) -> LoadMeasurement:
         size = f", max_batch_size {case.max_batch_size}" if case.max_batch_size else ""
         what = "warming up" if repetition == WARM_UP else f"{case.name}, {case.load}{size}"
         print(what, file=sys.stderr)
@@ -216,7 +216,9 @@ def finish(options: argparse.Namespace, machine: dict[str, Any], test: LoadTest)
     store(options.json, "load_test", machine, settings, measurements, how, text, versions=versions)
     processor = f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu']}"
     if options.json is not None:
-        draw(test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}")
+        draw_loads(
+            test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}"
+        )
 
 
 def _plain(value: object) -> object:

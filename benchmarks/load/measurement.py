@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from benchmarks.load.gpu import GpuWatch
 from benchmarks.load.server import Server
 from fast_batcher._load import measurement
-from fast_batcher._load.measurement import Case, Measurement, Settings
+from fast_batcher._load.measurement import Case, LoadMeasurement, LoadSettings
 
 if TYPE_CHECKING:
     from benchmarks.cpu import TreeCpu
@@ -64,8 +64,8 @@ class ResourceWatch:
         return found
 
 
-def measure(target: Target, case: Case, repetition: int, settings: Settings) -> Measurement:
+def measure(target: Target, case: Case, repetition: int, settings: LoadSettings) -> LoadMeasurement:
     """Put the target under a load; `repetition` is part of the seed."""
     watch = ResourceWatch(target.server)
-    found = measurement.measure(target, case, repetition, settings, watch)
+    found = measurement.measure_case(target, case, repetition, settings, watch)
     return replace(found, figures=found.figures | watch.figures(found.figures["answers"]))

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.report import table
-from fast_batcher._load.measurement import Measurement
+from fast_batcher._load.measurement import LoadMeasurement
 from fast_batcher._load.report import (
     BUSY_LIMIT,
     cases,
@@ -32,7 +32,7 @@ COLUMNS = {
 SUMS = {"requests": "requests", "lost": "lost", "late": "late"}
 
 
-def make_table(measurements: Sequence[Measurement]) -> str:
+def make_table(measurements: Sequence[LoadMeasurement]) -> str:
     """Make a row per case; columns without a measurement are left out."""
     measured = {figure for m in measurements for figure in m.figures}
     columns = {title: figure for title, figure in COLUMNS.items() if figure in measured}
@@ -45,7 +45,7 @@ def make_table(measurements: Sequence[Measurement]) -> str:
     return table(header, rows)
 
 
-def make_remarks(measurements: Sequence[Measurement], floor: Measurement) -> list[str]:
+def make_remarks(measurements: Sequence[LoadMeasurement], floor: LoadMeasurement) -> list[str]:
     """Make the lines below the table: ratios, warnings, and what was lost.
 
     Args:
@@ -77,7 +77,7 @@ def make_remarks(measurements: Sequence[Measurement], floor: Measurement) -> lis
     return lines
 
 
-def _ratios(measurements: Sequence[Measurement], clients: int) -> list[float]:
+def _ratios(measurements: Sequence[LoadMeasurement], clients: int) -> list[float]:
     """Batched over unbatched, repetition by repetition."""
     rates = {
         (m.case.name, m.repetition): m.figures["requests_per_second"]

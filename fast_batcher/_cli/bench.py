@@ -19,14 +19,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fast_batcher._load.bodies import Requests, make_requests, read_requests
+from fast_batcher._load.bodies import Requests, generate_requests, read_requests
 from fast_batcher._load.measurement import (
     Case,
     LoadError,
-    Measurement,
-    Settings,
+    LoadMeasurement,
+    LoadSettings,
     Target,
-    measure,
+    measure_case,
 )
 from fast_batcher._load.report import (
     BUSY_LIMIT,
@@ -34,7 +34,7 @@ from fast_batcher._load.report import (
     cases,
     compare,
     describe_lost,
-    draw,
+    draw_loads,
     find_busiest,
     number,
     spread,
@@ -72,7 +72,7 @@ class Run:
     date: str
     versions: dict[str, str]
     settings: dict[str, Any]
-    measurements: list[Measurement]
+    measurements: list[LoadMeasurement]
     warnings: list[str]
 
 
@@ -140,8 +140,8 @@ def bench(
         earlier = None if earlier_file is None else _read_run(earlier_file)
         loads, seconds = _choose_loads(earlier, clients, rates, repetitions, seconds)
         requests = _choose_requests(target, path, method, body, content_type)
-        _probe(target, path, requests)
-        settings = Settings(
+        _check_endpoint(target, path, requests)
+        settings = LoadSettings(
             bodies=requests.bodies,
             content_type=requests.content_type,
             seconds=seconds,
@@ -151,7 +151,7 @@ def bench(
             seed=seed,
             method=requests.method,
         )
-        measurements = _measure(console, target, path, loads, settings)
+        measurements = _measure_all(console, target, path, loads, settings)
     except (LoadError, OSError, HTTPException) as error:
         text = str(error) or type(error).__name__
         if not isinstance(error, LoadError):
@@ -169,7 +169,7 @@ def bench(
         measurements=measurements,
         warnings=_find_warnings(measurements),
     )
-    _report(run, earlier, json_file, picture)
+    _write_report(run, earlier, json_file, picture)
 
 
 def _parse_url(url: str) -> tuple[Target, str]:
@@ -203,7 +203,7 @@ def _read_run(path: Path) -> Run:
     try:
         found = json.loads(path.read_text())
         measurements = [
-            Measurement(**{**one, "case": Case(**one["case"])}) for one in found["measurements"]
+            LoadMeasurement(**{**one, "case": Case(**one["case"])}) for one in found["measurements"]
         ]
         names = Run.__dataclass_fields__
         return Run(**{name: found[name] for name in names} | {"measurements": measurements})
@@ -221,7 +221,7 @@ def _choose_loads(
     seconds: float | None,
 ) -> tuple[Loads, float]:
     """Read the options; the default is the earlier run's, or ours."""
-    chosen = _split("--clients", clients or CLIENTS)
+    chosen = _read_numbers("--clients", clients or CLIENTS)
     per_second, shares = _parse_rates(rates or RATES)
     if earlier is not None:
         kept = [m.case for m in earlier.measurements]
@@ -246,12 +246,12 @@ def _parse_rates(text: str) -> tuple[list[float], list[float]]:
     per_second = [word for word in words if not word.endswith("%")]
     shares = [word.removesuffix("%") for word in words if word.endswith("%")]
     return (
-        _split("--rates", ",".join(per_second) or "none"),
-        [share / 100 for share in _split("--rates", ",".join(shares) or "none")],
+        _read_numbers("--rates", ",".join(per_second) or "none"),
+        [share / 100 for share in _read_numbers("--rates", ",".join(shares) or "none")],
     )
 
 
-def _split(option: str, text: str) -> list[float]:
+def _read_numbers(option: str, text: str) -> list[float]:
     """Read numbers above 0 from a list with commas."""
     if text == "none":
         return []
@@ -273,10 +273,10 @@ def _choose_requests(
         return read_requests(body, method or "POST", content_type)
     if method == "GET":
         return Requests("GET", [b""], "", "")
-    return make_requests(target, path.partition("?")[0], method)
+    return generate_requests(target, path.partition("?")[0], method)
 
 
-def _probe(target: Target, path: str, requests: Requests) -> None:
+def _check_endpoint(target: Target, path: str, requests: Requests) -> None:
     """Send one request.
 
     Raises:
@@ -290,9 +290,9 @@ def _probe(target: Target, path: str, requests: Requests) -> None:
         raise LoadError(f"{requests.method} {path} answers {status} {text}{remedy}")
 
 
-def _measure(
-    console: Console, target: Target, path: str, loads: Loads, settings: Settings
-) -> list[Measurement]:
+def _measure_all(
+    console: Console, target: Target, path: str, loads: Loads, settings: LoadSettings
+) -> list[LoadMeasurement]:
     """Measure everything, with a progress bar."""
     open_loops = len(loads.rates) + len(loads.shares)
     count = loads.repetitions * (len(loads.clients) + open_loops) + bool(loads.clients)
@@ -301,17 +301,17 @@ def _measure(
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("warming up", total=count)
 
-        def measure_one(case: Case, repetition: int) -> Measurement:
+        def measure_one(case: Case, repetition: int) -> LoadMeasurement:
             text = f"{case.load}, {repetition + 1} of {loads.repetitions}"
             progress.update(task, description="warming up" if repetition == WARM_UP else text)
-            found = measure(target, case, repetition, settings)
+            found = measure_case(target, case, repetition, settings)
             progress.advance(task)
             return found
 
         return measure_loads({path: path}, loads, measure_one)
 
 
-def _find_warnings(measurements: Sequence[Measurement]) -> list[str]:
+def _find_warnings(measurements: Sequence[LoadMeasurement]) -> list[str]:
     found = []
     lost = describe_lost(measurements)
     if lost:
@@ -328,7 +328,9 @@ def _find_warnings(measurements: Sequence[Measurement]) -> list[str]:
     return found
 
 
-def _report(run: Run, earlier: Run | None, json_file: Path | None, picture: Path | None) -> None:
+def _write_report(
+    run: Run, earlier: Run | None, json_file: Path | None, picture: Path | None
+) -> None:
     compared = [] if earlier is None else compare(run.measurements, earlier.measurements)
     if json_file is not None:
         stored = asdict(run) | {"comparison": [asdict(one) for one in compared]}
@@ -343,7 +345,7 @@ def _report(run: Run, earlier: Run | None, json_file: Path | None, picture: Path
         if earlier is not None:
             _print_comparison(console, run, earlier, compared)
     if picture is not None:
-        draw(run.measurements, picture, f"{run.method} {run.url}")
+        draw_loads(run.measurements, picture, f"{run.method} {run.url}")
 
 
 def _print_run(console: Console, run: Run) -> None:

@@ -68,7 +68,7 @@ def read_requests(paths: Sequence[Path], method: str, content_type: str | None) 
     Raises:
         LoadError: A file cannot be read, or has no body.
     """
-    bodies = [body for path in paths for body in _read_file(path)]
+    bodies = [body for path in paths for body in _split_file(path)]
     if content_type is None:
         is_json = paths[0].suffix in (".json", ".jsonl")
         guessed = JSON if is_json else mimetypes.guess_type(paths[0].name)[0]
@@ -77,7 +77,7 @@ def read_requests(paths: Sequence[Path], method: str, content_type: str | None) 
     return Requests(method, bodies, content_type, source)
 
 
-def _read_file(path: Path) -> list[bytes]:
+def _split_file(path: Path) -> list[bytes]:
     try:
         content = path.read_bytes()
         if path.suffix == ".jsonl":
@@ -94,7 +94,7 @@ def _read_file(path: Path) -> list[bytes]:
     return found
 
 
-def make_requests(target: Target, path: str, method: str | None) -> Requests:
+def generate_requests(target: Target, path: str, method: str | None) -> Requests:
     """Make requests from the schema that the app gives at /openapi.json.
 
     Args:

@@ -419,7 +419,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _measure(plan: Plan) -> Record:
+async def _run_plan(plan: Plan) -> Record:
     client = Client(plan)
     await client.connect()
     # A collection would pause this process, and look like a pause of the server.
@@ -434,13 +434,13 @@ async def _measure(plan: Plan) -> Record:
     return await client.run()
 
 
-def main() -> None:
+def run_client() -> None:
     """Read the plan, measure, write the record."""
     plan = Plan(**json.loads(sys.stdin.readline()))
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        record = runner.run(_measure(plan))
+        record = runner.run(_run_plan(plan))
     sys.stdout.write(json.dumps(asdict(record)))
 
 
 if __name__ == "__main__":
-    main()
+    run_client()

@@ -101,7 +101,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoadSettings:
     """The settings that all measurements of a run share."""
 
     bodies: list[bytes]
@@ -120,7 +120,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class LoadMeasurement:
     """The figures of one repetition of a case."""
 
     case: Case
@@ -132,13 +132,13 @@ class Measurement:
     first_error: str = ""
 
 
-def measure(
+def measure_case(
     target: Target,
     case: Case,
     repetition: int,
-    settings: Settings,
+    settings: LoadSettings,
     watch: AbstractContextManager[object] | None = None,
-) -> Measurement:
+) -> LoadMeasurement:
     """Put the target under a load.
 
     Args:
@@ -166,10 +166,10 @@ def measure(
     for record in records:
         lost.update(record.lost)
     first_error = next((record.first_error for record in records if record.first_error), "")
-    return Measurement(case, repetition, figures, dict(lost), first_error)
+    return LoadMeasurement(case, repetition, figures, dict(lost), first_error)
 
 
-def make_plans(target: Target, case: Case, repetition: int, settings: Settings) -> list[Plan]:
+def make_plans(target: Target, case: Case, repetition: int, settings: LoadSettings) -> list[Plan]:
     """Divide a load among the client processes; there are never more of them than clients."""
     processes = min(settings.client_processes, case.clients)
     whole = Plan(
@@ -261,7 +261,7 @@ def _complaint(client: subprocess.Popen[str]) -> LoadError:
     return LoadError(f"the client failed: {last_line[0].removeprefix('RuntimeError: ')}")
 
 
-def summarise(records: list[Record], settings: Settings) -> dict[str, float]:
+def summarise(records: list[Record], settings: LoadSettings) -> dict[str, float]:
     """Combine the records of all client processes; latencies and lags in milliseconds."""
     latencies = [latency for record in records for latency in record.latencies]
     lags = [lag for record in records for lag in record.lags]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from fast_batcher._load.measurement import Case, Measurement
+from fast_batcher._load.measurement import Case, LoadMeasurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,24 +50,24 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.4f}"
 
 
-def spread(measurements: Iterable[Measurement], case: Case, figure: str) -> Spread | None:
+def spread(measurements: Iterable[LoadMeasurement], case: Case, figure: str) -> Spread | None:
     """Median and range of a figure over the repetitions of a case."""
     return Spread.of(
         [m.figures[figure] for m in measurements if m.case == case and figure in m.figures]
     )
 
 
-def total(measurements: Iterable[Measurement], case: Case, figure: str) -> float:
+def total(measurements: Iterable[LoadMeasurement], case: Case, figure: str) -> float:
     """Sum of a figure over the repetitions of a case."""
     return sum(m.figures.get(figure, 0) for m in measurements if m.case == case)
 
 
-def cases(measurements: Iterable[Measurement]) -> list[Case]:
+def cases(measurements: Iterable[LoadMeasurement]) -> list[Case]:
     """List all cases in the order of their first measurement."""
     return list(dict.fromkeys(m.case for m in measurements))
 
 
-def count_lost(measurements: Iterable[Measurement]) -> Counter[str]:
+def count_lost(measurements: Iterable[LoadMeasurement]) -> Counter[str]:
     """Count what came instead of good answers."""
     found: Counter[str] = Counter()
     for m in measurements:
@@ -75,7 +75,7 @@ def count_lost(measurements: Iterable[Measurement]) -> Counter[str]:
     return found
 
 
-def describe_lost(measurements: Iterable[Measurement]) -> str:
+def describe_lost(measurements: Iterable[LoadMeasurement]) -> str:
     """Say in one line what came instead of good answers; "" for nothing."""
     measurements = list(measurements)
     text = ", ".join(f"{n} times {what}" for what, n in count_lost(measurements).items())
@@ -83,7 +83,7 @@ def describe_lost(measurements: Iterable[Measurement]) -> str:
     return f"{text}; the first: {' '.join(first.split())}" if first else text
 
 
-def find_busiest(measurements: Iterable[Measurement]) -> float:
+def find_busiest(measurements: Iterable[LoadMeasurement]) -> float:
     """Return the largest share of a measurement in which a client process was busy."""
     return max(m.figures["client_busy"] for m in measurements)
 
@@ -102,7 +102,7 @@ class Comparison:
     is_better: bool | None
 
 
-def compare(now: Sequence[Measurement], earlier: Sequence[Measurement]) -> list[Comparison]:
+def compare(now: Sequence[LoadMeasurement], earlier: Sequence[LoadMeasurement]) -> list[Comparison]:
     """Compare the loads that are in both runs, whatever their paths."""
     before = {(case.clients, case.rate): case for case in cases(earlier)}
     found = []
@@ -126,7 +126,7 @@ def _compare_spreads(load: str, figure: str, earlier: Spread, now: Spread) -> Co
     return Comparison(load, figure, earlier, now, ratio, is_better)
 
 
-def draw(measurements: Sequence[Measurement], path: Path, title: str) -> None:
+def draw_loads(measurements: Sequence[LoadMeasurement], path: Path, title: str) -> None:
     """Draw throughput and latency over clients, rate of arrivals and batch size.
 
     Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fast_batcher._load.measurement import Case, LoadError, Measurement
+from fast_batcher._load.measurement import Case, LoadError, LoadMeasurement
 from fast_batcher._load.report import cases, describe_lost, spread
 
 # Most concurrent requests in an open loop; later ones wait for a connection, and the wait counts.
@@ -25,8 +25,8 @@ class Loads:
 
 
 def measure_loads(
-    paths: Mapping[str, str], loads: Loads, measure: Callable[[Case, int], Measurement]
-) -> list[Measurement]:
+    paths: Mapping[str, str], loads: Loads, measure: Callable[[Case, int], LoadMeasurement]
+) -> list[LoadMeasurement]:
     """Measure all loads of all paths.
 
     Args:
@@ -56,8 +56,8 @@ def measure_loads(
 
 
 def measure_in_turn(
-    chosen: Sequence[Case], repetitions: int, measure: Callable[[Case, int], Measurement]
-) -> list[Measurement]:
+    chosen: Sequence[Case], repetitions: int, measure: Callable[[Case, int], LoadMeasurement]
+) -> list[LoadMeasurement]:
     """Measure the cases in turn, in every other repetition backwards.
 
     What slows the machine meanwhile slows all.
@@ -69,7 +69,7 @@ def measure_in_turn(
     ]
 
 
-def find_capacity(measurements: Sequence[Measurement], path: str) -> float:
+def find_capacity(measurements: Sequence[LoadMeasurement], path: str) -> float:
     """Return the best median rate of a path in a closed loop, per second.
 
     Raises:

@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field
 from servers import Server, find_free_port
 from waits import LIMIT
 
-from fast_batcher._cli.bench import _parse_rates, _parse_url, _split
+from fast_batcher._cli.bench import _parse_rates, _parse_url, _read_numbers
 from fast_batcher._load.bodies import _find_operation, _list_values, read_requests
-from fast_batcher._load.measurement import Case, LoadError, Measurement
+from fast_batcher._load.measurement import Case, LoadError, LoadMeasurement
 from fast_batcher._load.report import Comparison, compare
 
 # Short, and with a range.
@@ -176,7 +176,7 @@ def test_rates_are_numbers_and_shares() -> None:
 @pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5", "1,,2", "inf", "nan"])
 def test_wrong_clients_are_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="--clients"):
-        _split("--clients", text)
+        _read_numbers("--clients", text)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def test_a_path_is_encoded_once() -> None:
 # --- the comparison -------------------------------------------------------------------------------
 
 
-def measured(*rates: float, clients: int = 8, rate: float | None = None) -> list[Measurement]:
+def measured(*rates: float, clients: int = 8, rate: float | None = None) -> list[LoadMeasurement]:
     case = Case("path", "/path", clients, rate)
     return [
-        Measurement(case, number, {"requests_per_second": one, "p95_ms": 1000 / one})
+        LoadMeasurement(case, number, {"requests_per_second": one, "p95_ms": 1000 / one})
         for number, one in enumerate(rates)
     ]
 

@@ -22,7 +22,7 @@ from benchmarks.load.server import serve
 from fast_batcher._load.client import draw_arrivals
 from fast_batcher._load.measurement import (
     Case,
-    Settings,
+    LoadSettings,
     _start_client,
     make_plans,
     run_clients,
@@ -33,7 +33,7 @@ APP = "apps.doubling:app"
 # With which the server finds it.
 PATHS = {"PYTHONPATH": PYTHONPATH}
 BODIES = [b'{"number": 1}', b'{"number": 2}', b'{"number": 3}']
-SETTINGS = Settings(
+SETTINGS = LoadSettings(
     bodies=BODIES,
     content_type="application/json",
     seconds=0.5,
