@@ -195,6 +195,8 @@ def _check_files(json_file: Path | None, picture: Path | None) -> None:
     for option, path in (("--json", json_file), ("--picture", picture)):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"{option} {path}: there is no folder {path.parent}")
+    if picture is not None and picture.suffix not in (".pdf", ".png", ".svg"):
+        raise typer.BadParameter(f"--picture {picture}: let it end with .png, .svg or .pdf")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--picture needs the package matplotlib: pip install matplotlib")
 
@@ -260,7 +262,7 @@ def _read_numbers(option: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(0 < one < 1e9 for one in found):
-        raise typer.BadParameter(f"{option} {text}: write numbers with commas, or none")
+        raise typer.BadParameter(f"{option} {text}: write numbers above 0 with commas, or none")
     if option == "--clients" and any(one % 1 for one in found):
         raise typer.BadParameter(f"{option} {text}: write whole numbers")
     return found

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from servers import Server, find_free_port
 from waits import LIMIT
 
-from fast_batcher._cli.bench import _parse_rates, _parse_url, _read_numbers
+from fast_batcher._cli.bench import _find_warnings, _parse_rates, _parse_url, _read_numbers
 from fast_batcher._load.bodies import _find_operation, _list_values, read_requests
 from fast_batcher._load.measurement import Case, LoadError, LoadMeasurement
 from fast_batcher._load.report import Comparison, compare
@@ -199,6 +199,20 @@ def test_a_path_is_encoded_once() -> None:
     assert path == "/a%20b/%20/%C3%A4?q=%C3%A4%20b&n=1"
 
 
+# --- the warnings ---------------------------------------------------------------------------------
+
+
+def test_a_busy_client_and_few_requests_are_told() -> None:
+    case = Case("path", "/path", 8)
+    calm = LoadMeasurement(case, 0, {"client_busy": 0.5, "requests": 20})
+    assert _find_warnings([calm]) == []
+    busy = LoadMeasurement(case, 0, {"client_busy": 0.9, "requests": 19}, {"no answer": 2})
+    lost, limit, few = _find_warnings([busy])
+    assert "2 times no answer" in lost
+    assert "busy for 90% of the time" in limit
+    assert "fewer than 20 requests at 8 clients" in few
+
+
 # --- the comparison -------------------------------------------------------------------------------
 
 
@@ -349,6 +363,7 @@ def test_an_unreachable_server_is_told_in_a_line() -> None:
         ["http://127.0.0.1/length", "--clients", "none", "--rates", "none"],
         ["http://127.0.0.1/length", "--clients", "none"],
         ["http://127.0.0.1/length", "--json", "missing/file.json"],
+        ["http://127.0.0.1/length", "--picture", "picture.txt"],
     ],
 )
 def test_a_wrong_command_line_ends_with_two(arguments: list[str]) -> None:

@@ -114,7 +114,7 @@ def test_answers_without_content_are_good(target: Target) -> None:
 
 @pytest.mark.slow
 def test_a_client_ends_with_its_starter(target: Target) -> None:
-    long = replace(SETTINGS, seconds=2 * LIMIT)
+    long = replace(SETTINGS, seconds=LIMIT)
     (plan,) = make_plans(target, Case("batched", "/double", 1), 0, long)
     with TemporaryFile("w+") as output, _start_client(plan, output) as client:
         assert client.stderr is not None
