@@ -93,7 +93,7 @@ def test_in_an_open_loop_waiting_for_a_connection_counts(target: Target) -> None
 
 @pytest.mark.slow
 def test_an_open_loop_without_arrivals_ends(target: Target) -> None:
-    (plan,) = make_plans(target, Case("batched", "/double", 1, rate=0.001), 0, SHORT)
+    (plan,) = make_plans(target, Case("batched", "/double", 1, rate=0.001), 0, SETTINGS)
     (record,) = run_clients([plan])
     assert (record.requests, record.lost) == (0, {})
 
