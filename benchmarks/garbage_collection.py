@@ -47,7 +47,7 @@ def measure_memory(target: Target) -> Figures:
     time.sleep(STAY)
     figures[LEFT] = _read_peak(target)
     for _ in range(2 * REQUESTS):
-        target.post("/cycle", body, "application/json")
+        target.ask("POST", "/cycle", body, "application/json")
     figures[CYCLES] = _read_peak(target)
     return figures
 

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.harness import finish, measure_all, parse_arguments
-from benchmarks.report import Measurement, Spread, Table, Verdict, table
+from benchmarks.report import Measurement, Table, Verdict, table
 from benchmarks.scenarios import Load
 from benchmarks.simulation.bounds import Estimate, percent_over
 from benchmarks.simulation.models import MODELS
+from fast_batcher._load.report import Spread
 
 MODEL = "Gpu"
 CLIENTS = (1, 2, 4, 8, 16, 32, 48, 64)

@@ -31,14 +31,16 @@ from benchmarks import harness
 from benchmarks.cpu import descendants, read_ticks, stolen_percent
 from benchmarks.http_servers import Job
 from benchmarks.load import tied
-from benchmarks.load.measurement import Case, Settings, Target
+from benchmarks.load.measurement import Target
 from benchmarks.load.measurement import measure as measure_load
 from benchmarks.load.server import HOST, START_LIMIT, UVICORN_OPTIONS, start
 from benchmarks.load_test import find_versions
 from benchmarks.pictures import SIDE, make_jpeg
-from benchmarks.report import Columns, Compared, Measurement, Spread, Table, Verdict, number
+from benchmarks.report import Columns, Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import ARRAY_SHAPE, Figures, Load
 from benchmarks.setup_peers import PEERS, python_of
+from fast_batcher._load.measurement import Case, LoadSettings
+from fast_batcher._load.report import Spread, number
 
 # What the tables show in place of an event loop.
 HTTP = "over HTTP"
@@ -277,7 +279,7 @@ def running(system: System, job: Job, body: bytes) -> Iterator[tuple[Target, flo
 
 def _answers(target: Target, body: bytes) -> bool:
     try:
-        return target.post("/predict", body, "application/json")[0] == 200
+        return target.ask("POST", "/predict", body, "application/json")[0] == 200
     except (OSError, HTTPException):
         return False
 
@@ -308,7 +310,7 @@ def measure_start(target: Target, start_s: float, seconds: float) -> Figures:
 def measure(target: Target, table: Table, repetition: int, job: Job, body: bytes) -> Figures:
     """Put a server under one load; kill its model's process if the job has a file with its id."""
     load, is_special = table.load, bool(job.limit or job.pid_file)
-    settings = Settings(
+    settings = LoadSettings(
         bodies=[body],
         content_type="application/octet-stream" if job.shape else "application/json",
         seconds=load.seconds * (KILL_SECONDS if job.pid_file else 1),

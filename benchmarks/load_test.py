@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,17 @@ from urllib.parse import urlsplit
 
 from benchmarks.harness import RESULTS, ROOT, hardware, store
 from benchmarks.load.gpu import NOT_MEASURED, GpuWatch
-from benchmarks.load.measurement import Case, Measurement, Settings, Target, measure
-from benchmarks.load.report import cases, draw, make_remarks, make_table, spread
+from benchmarks.load.measurement import Target, measure
+from benchmarks.load.report import make_remarks, make_table
 from benchmarks.load.server import serve
+from fast_batcher._load.measurement import Case, LoadMeasurement, LoadSettings
+from fast_batcher._load.report import draw_loads
+from fast_batcher._load.run import WARM_UP, Loads, measure_in_turn, measure_loads
 
 APP = "examples.embeddings.app:app"
 SENTENCES = ROOT / "examples" / "embeddings" / "sentences.txt"
 # Unmeasured share of each measurement, for the load to settle.
 WARM_UP_SHARE = 0.25
-# Most concurrent requests in an open loop; later ones wait for a connection, and the wait counts.
-OPEN_CONNECTIONS = 512
 DISTRIBUTIONS = (
     *("fast_batcher", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pydantic"),
     *("torch", "sentence-transformers", "transformers", "numpy", "pillow"),
@@ -107,10 +109,10 @@ class LoadTest:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self.measurements: list[Measurement] = []
+        self.measurements: list[LoadMeasurement] = []
         # Of the client, against an app that does nothing.
-        self.floor: Measurement
-        self._settings = Settings(
+        self.floor: LoadMeasurement
+        self._settings = LoadSettings(
             bodies=read_bodies(options),
             content_type=options.content_type,
             seconds=options.seconds,
@@ -132,19 +134,17 @@ class LoadTest:
         options = self._options
         with self._open_target() as target:
             answer_bytes = self._probe(target)
-            closed = [
-                Case(name, path, clients)
-                for clients in options.clients
-                for name, path in self._paths.items()
-            ]
-            self._warm_up(target)
-            self._measure_in_turn(target, closed)
-            self._measure_in_turn(target, self._open_cases())
+            loads = Loads(
+                options.clients, options.rates or [], options.shares or [], options.repetitions
+            )
+            self.measurements += measure_loads(self._paths, loads, partial(self._measure, target))
         for size in options.batch_sizes:
             case = Case("batched", options.path, max(options.clients), max_batch_size=size)
             with self._open_target({"MAX_BATCH_SIZE": str(size)}) as target:
-                self._warm_up(target)
-                self._measure_in_turn(target, [case])
+                measure_here = partial(self._measure, target)
+                for name, path in self._paths.items():
+                    measure_here(Case(name, path, max(options.clients)), WARM_UP)
+                self.measurements += measure_in_turn([case], options.repetitions, measure_here)
         with serve("benchmarks.load.floor:app", {"FLOOR_ANSWER_BYTES": str(answer_bytes)}) as floor:
             case = Case("bare ASGI app", "/", max(options.clients))
             self.floor = self._measure(Target("127.0.0.1", floor.port, floor), case, 0)
@@ -166,51 +166,17 @@ class LoadTest:
         """Send each path one request; return the length of the longest answer, bytes."""
         longest = 0
         for path in self._paths.values():
-            status, answer = target.post(path, self._settings.bodies[0], self._options.content_type)
+            status, answer = target.ask(
+                "POST", path, self._settings.bodies[0], self._options.content_type
+            )
             if status != 200:
                 raise RuntimeError(f"POST {path}: {status} {answer[:500].decode(errors='replace')}")
             longest = max(longest, len(answer))
         return longest
 
-    def _warm_up(self, target: Target) -> None:
-        for name, path in self._paths.items():
-            self._measure(target, Case(name, path, max(self._options.clients)), -1)
-
-    def _open_cases(self) -> list[Case]:
-        options = self._options
-        if options.rates:
-            return [
-                Case(name, path, OPEN_CONNECTIONS, rate)
-                for name, path in self._paths.items()
-                for rate in options.rates
-            ]
-        return [
-            Case(name, path, OPEN_CONNECTIONS, share * self._capacity(path), share)
-            for name, path in self._paths.items()
-            for share in options.shares
-        ]
-
-    def _capacity(self, path: str) -> float:
-        """The best median rate of a path in a closed loop."""
-        spreads = [
-            spread(self.measurements, case, "requests_per_second")
-            for case in cases(self.measurements)
-            if case.path == path
-        ]
-        capacity = max(s.median for s in spreads if s is not None)
-        if not capacity:
-            raise RuntimeError(f"{path} did not answer in {self._options.seconds:g} s: --seconds")
-        return capacity
-
-    def _measure_in_turn(self, target: Target, chosen: list[Case]) -> None:
-        """Every other repetition goes backwards: what slows the machine meanwhile slows all."""
-        for repetition in range(self._options.repetitions):
-            for case in reversed(chosen) if repetition % 2 else chosen:
-                self.measurements.append(self._measure(target, case, repetition))
-
-    def _measure(self, target: Target, case: Case, repetition: int) -> Measurement:
+    def _measure(self, target: Target, case: Case, repetition: int) -> LoadMeasurement:
         size = f", max_batch_size {case.max_batch_size}" if case.max_batch_size else ""
-        what = "warming up" if repetition < 0 else f"{case.name}, {case.load}{size}"
+        what = "warming up" if repetition == WARM_UP else f"{case.name}, {case.load}{size}"
         print(what, file=sys.stderr)
         return measure(target, case, repetition, self._settings)
 
@@ -250,7 +216,9 @@ def finish(options: argparse.Namespace, machine: dict[str, Any], test: LoadTest)
     store(options.json, "load_test", machine, settings, measurements, how, text, versions=versions)
     processor = f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu']}"
     if options.json is not None:
-        draw(test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}")
+        draw_loads(
+            test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}"
+        )
 
 
 def _plain(value: object) -> object:

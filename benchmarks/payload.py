@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness import finish, measure_all, parse_arguments, text_of
 from benchmarks.peers import CPU_COLUMNS, LATENCY_COLUMNS, LOOP
-from benchmarks.report import Compared, Measurement, Series, Spread, Table, Verdict
+from benchmarks.report import Compared, Measurement, Series, Table, Verdict
 from benchmarks.scenarios import ARRAY_SHAPE, Load
 from benchmarks.systems import PEERS_WITH_A_PROCESS
+from fast_batcher._load.report import Spread
 
 OURS, OURS_FULL, MEMCPY = "ours", "ours, full batches", "memcpy"
 FULL = (OURS_FULL, "fast_dynamic_batcher, full batches")

@@ -1,12 +1,12 @@
 """Numbers to text: spreads, ratios, verdicts and tables. No clock, no process, no file."""
 
 import operator
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from benchmarks.scenarios import Figures, Load
+from fast_batcher._load.report import Spread
 
 
 @dataclass(frozen=True)
@@ -23,34 +23,6 @@ class Measurement:
     error: str | None = None
     # Percent of the cores' time meanwhile that the host of a virtual machine gave to others.
     stolen_percent: float | None = None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median of some repetitions, and their range."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self | None:
-        """Compute it; None for no values."""
-        if not values:
-            return None
-        return cls(statistics.median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        if self.low == self.high:  # one repetition
-            return number(self.median)
-        return f"{number(self.median)} ({number(self.low)}-{number(self.high)})"
-
-
-def number(value: float) -> str:
-    """Format with three significant digits and without an exponent."""
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.4f}"
 
 
 @dataclass(frozen=True)

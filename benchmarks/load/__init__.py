@@ -1,1 +1,1 @@
-"""The parts of the load test: server, client, GPU, tables and plots."""
+"""The parts of benchmarks over HTTP: servers, CPU time, GPU and tables."""

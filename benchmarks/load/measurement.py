@@ -1,275 +1,71 @@
-"""One measurement of a server: starts the clients, waits, and combines their records.
+"""A measurement of a server that the benchmark has started: its CPU time and the GPU, too.
 
 Runs in the command's process, which sleeps meanwhile.
 """
 
-import http.client
-import json
-import statistics
-import subprocess
-import tempfile
-from collections import Counter
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-from benchmarks.cpu import TreeCpu
-from benchmarks.harness import ROOT
-from benchmarks.load import tied
-from benchmarks.load.client import ANSWER_LIMIT, Plan, Record
 from benchmarks.load.gpu import GpuWatch
 from benchmarks.load.server import Server
+from fast_batcher._load import measurement
+from fast_batcher._load.measurement import Case, LoadMeasurement, LoadSettings
 
-# For the start of the clients and for their results, seconds. It only ends what hangs.
-SPARE_TIME = 300.0
+if TYPE_CHECKING:
+    from benchmarks.cpu import TreeCpu
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(measurement.Target):
     """Where the requests go."""
 
-    host: str
-    port: int
     # None for a server that we did not start: its CPU time is not known.
     server: Server | None = None
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        """Return the status and the body of one answer."""
-        return self._exchange("GET", path, None, {})
 
-    def post(self, path: str, body: bytes, content_type: str) -> tuple[int, bytes]:
-        """Return the status and the body of one answer."""
-        return self._exchange("POST", path, body, {"Content-Type": content_type})
+class ResourceWatch:
+    """Measures the CPU time of a server and the use of the GPU in a `with` block.
 
-    def _exchange(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_LIMIT)
-        try:
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    def read_batch_sizes(self) -> Counter[int] | None:
-        """Read the number of batches of each size, if the app tells it at /stats.
-
-        The answer is `batcher.stats` as JSON, or such stats of several batchers by name.
-        """
-        status, body = self.get("/stats")
-        return count_batches(json.loads(body)) if status == 200 else None
-
-
-def count_batches(stats: Any) -> Counter[int] | None:
-    """Sum the batches of each size over the stats of one batcher or of several by name.
-
-    Returns:
-        None for any other value.
+    Args:
+        server: The server; None for one that we did not start.
     """
-    if not isinstance(stats, dict):
-        return None
-    sizes: Counter[int] = Counter()
-    for batcher in [stats] if "batch_sizes" in stats else stats.values():
-        if not isinstance(batcher, dict) or "batch_sizes" not in batcher:
-            return None
-        sizes.update({int(size): n for size, n in batcher["batch_sizes"].items()})
-    return sizes
+
+    def __init__(self, server: Server | None) -> None:
+        self._server = server
+        self._gpu = GpuWatch()
+        self._before: TreeCpu | None = None
+        self._used: TreeCpu | None = None
+
+    def __enter__(self) -> Self:
+        if self._server is not None:
+            self._before = self._server.read_cpu()
+        self._gpu.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._gpu.__exit__(kind, error, traceback)
+        if self._server is not None and self._before is not None and error is None:
+            self._used = self._server.read_cpu().since(self._before)
+
+    def figures(self, answers: float) -> dict[str, float]:
+        """Return the figures of the block; CPU time is divided by the number of answers."""
+        found = {}
+        if self._used is not None and answers:
+            found["api_cpu_ms"] = self._used.api / answers * 1e3
+            found["workers_cpu_ms"] = self._used.workers / answers * 1e3
+        if self._gpu.busy_share is not None:
+            found["gpu_busy"] = self._gpu.busy_share
+        return found
 
 
-@dataclass(frozen=True)
-class Case:
-    """One path of the server under one load."""
-
-    # "batched" or "unbatched".
-    name: str
-    path: str
-    # Connections: in a closed loop exactly this many, in an open loop at most.
-    clients: int
-    # Arrivals per second in an open loop, and their share of the path's best rate.
-    rate: float | None = None
-    share: float | None = None
-    # Of the app that was started for this case; None for the app's own.
-    max_batch_size: int | None = None
-
-    @property
-    def load(self) -> str:
-        """Name the load."""
-        if self.rate is None:
-            return f"{self.clients} clients"
-        return f"{self.rate:.0f}/s" + (f" ({self.share:.0%})" if self.share else "")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that all measurements of a run share."""
-
-    bodies: list[bytes]
-    content_type: str
-    # Of the measured part, and of the warm-up under the same load.
-    seconds: float
-    warm_up: float
-    # A good answer that comes later than this, in seconds, is counted as late.
-    late: float
-    client_processes: int
-    seed: int
-    # See `Plan`.
-    give_up: float | None = None
-    reconnect: bool = False
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The figures of one repetition of a case."""
-
-    case: Case
-    repetition: int
-    figures: dict[str, float]
-    # What came instead of a good answer, with its count.
-    lost: dict[str, int] = field(default_factory=dict)
-
-
-def measure(target: Target, case: Case, repetition: int, settings: Settings) -> Measurement:
+def measure(target: Target, case: Case, repetition: int, settings: LoadSettings) -> LoadMeasurement:
     """Put the target under a load; `repetition` is part of the seed."""
-    plans = make_plans(target, case, repetition, settings)
-    batches = target.read_batch_sizes()
-    before = None if target.server is None else target.server.read_cpu()
-    with GpuWatch() as gpu:
-        records = run_clients(plans)
-    figures = summarise(records, settings)
-    if target.server is not None and before is not None:
-        figures |= _cpu_per_answer(target.server.read_cpu().since(before), records)
-    if batches is not None:
-        done = (target.read_batch_sizes() or Counter()) - batches
-        if done:
-            figures["mean_batch"] = sum(size * n for size, n in done.items()) / done.total()
-            figures["largest_batch"] = max(done)
-    if gpu.busy_share is not None:
-        figures["gpu_busy"] = gpu.busy_share
-    lost: Counter[str] = Counter()
-    for record in records:
-        lost.update(record.lost)
-    return Measurement(case, repetition, figures, dict(lost))
-
-
-def make_plans(target: Target, case: Case, repetition: int, settings: Settings) -> list[Plan]:
-    """Divide a load among the client processes; there are never more of them than clients."""
-    processes = min(settings.client_processes, case.clients)
-    whole = Plan(
-        host=target.host,
-        port=target.port,
-        path=case.path,
-        bodies=[body.decode("latin-1") for body in settings.bodies],
-        content_type=settings.content_type,
-        connections=0,
-        # Poisson processes side by side are one of the summed rate.
-        rate=None if case.rate is None else case.rate / processes,
-        seconds=settings.seconds,
-        warm_up=settings.warm_up,
-        seed=0,
-        give_up=settings.give_up,
-        reconnect=settings.reconnect,
-    )
-    return [
-        replace(
-            whole,
-            connections=case.clients // processes + (index < case.clients % processes),
-            seed=settings.seed + 1000 * repetition + index,
-        )
-        for index in range(processes)
-    ]
-
-
-def run_clients(plans: list[Plan]) -> list[Record]:
-    """Run a client process for each plan, all at once, and end them all.
-
-    Raises:
-        RuntimeError: A client failed; the text is its last line.
-    """
-    clients: list[subprocess.Popen[str]] = []
-    with ExitStack() as files:
-        # Files: on one virtual machine, pipes have lost parts of records above 64 KiB.
-        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in plans]
-        try:
-            for plan, output in zip(plans, outputs, strict=True):
-                clients.append(_start_client(plan, output))
-            for client in clients:
-                assert client.stderr is not None
-                if client.stderr.readline() != "ready\n":
-                    raise _complaint(client)
-            for client in clients:  # all are ready, so they start within microseconds
-                assert client.stdin is not None
-                client.stdin.write("go\n")
-                client.stdin.flush()
-            limit = max(plan.warm_up + plan.seconds for plan in plans) + ANSWER_LIMIT + SPARE_TIME
-            return [_wait(*pair, limit) for pair in zip(clients, outputs, strict=True)]
-        finally:
-            for client in clients:
-                client.kill()
-                client.communicate()
-
-
-def _start_client(plan: Plan, output: IO[str]) -> subprocess.Popen[str]:
-    client = subprocess.Popen(
-        tied.command("benchmarks.load.client"),
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert client.stdin is not None
-    client.stdin.write(json.dumps(asdict(plan)) + "\n")
-    client.stdin.flush()
-    return client
-
-
-def _wait(client: subprocess.Popen[str], output: IO[str], limit: float) -> Record:
-    try:
-        client.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        raise _complaint(client) from None
-    if client.returncode != 0:
-        raise _complaint(client)
-    output.seek(0)
-    return Record(**json.load(output))
-
-
-def _complaint(client: subprocess.Popen[str]) -> RuntimeError:
-    client.kill()
-    _, text = client.communicate()
-    last_line = text.strip().splitlines()[-1:] or ["it said nothing in time"]
-    return RuntimeError(f"the client failed: {last_line[0]}")
-
-
-def summarise(records: list[Record], settings: Settings) -> dict[str, float]:
-    """Combine the records of all client processes; latencies and lags in milliseconds."""
-    latencies = [latency for record in records for latency in record.latencies]
-    lags = [lag for record in records for lag in record.lags]
-    answers = sum(record.answers for record in records)
-    figures = {
-        "requests_per_second": sum(record.rate for record in records),
-        "requests": float(sum(record.requests for record in records)),
-        "lost": float(sum(sum(record.lost.values()) for record in records)),
-        "late": float(sum(latency > settings.late for latency in latencies)),
-        "longest_gap": max(record.longest_gap for record in records),
-        # Of the busiest process: at 1 it cannot send more.
-        "client_busy": max(record.cpu / record.elapsed for record in records),
-    }
-    if answers:
-        figures["client_cpu_us"] = sum(record.cpu for record in records) / answers * 1e6
-    for prefix, values in (("", latencies), ("lag_", lags)):
-        if len(values) > 1:
-            cuts = statistics.quantiles(values, n=100, method="inclusive")
-            figures |= {f"{prefix}p{at}_ms": cuts[at - 1] * 1e3 for at in (50, 95, 99)}
-    return figures
-
-
-def _cpu_per_answer(used: TreeCpu, records: list[Record]) -> dict[str, float]:
-    answers = sum(record.answers for record in records)
-    if not answers:
-        return {}
-    return {
-        "api_cpu_ms": used.api / answers * 1e3,
-        "workers_cpu_ms": used.workers / answers * 1e3,
-    }
+    watch = ResourceWatch(target.server)
+    found = measurement.measure_case(target, case, repetition, settings, watch)
+    return replace(found, figures=found.figures | watch.figures(found.figures["answers"]))

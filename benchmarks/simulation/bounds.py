@@ -6,7 +6,7 @@ from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Self
 
-from benchmarks.report import Spread, number
+from fast_batcher._load.report import Spread, number
 
 # The 95 % quantile of Student's distribution, by degrees of freedom from 1 on. Beyond the table it
 # is at most the last value.

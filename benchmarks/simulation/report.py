@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.report import Spread, Verdict, number, table
+from benchmarks.report import Verdict, table
 from benchmarks.simulation.bounds import Estimate, percent_over
 from benchmarks.simulation.cells import (
     ALONE,
@@ -22,6 +22,7 @@ from benchmarks.simulation.cells import (
 )
 from benchmarks.simulation.loads import RARE
 from benchmarks.simulation.models import MODELS
+from fast_batcher._load.report import Spread, number
 
 # Percent over the optimum, by model. On cpu a batch costs little by itself, so the optimum sends
 # fewer than wait; a policy that sends all that wait is 2 to 3 % above it.

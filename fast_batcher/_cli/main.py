@@ -25,6 +25,7 @@ from fast_batcher._cli.advice import (
     read_moments,
     tune_model,
 )
+from fast_batcher._cli.bench import bench
 from fast_batcher._cli.checks import Check
 from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.model import TargetError, examine_model, load_target, read_inputs
@@ -41,6 +42,9 @@ _SIGNS = {"good": "[green]ok[/]", "warning": "[yellow]warning[/]", "bad": "[red]
 @app.callback()
 def _introduce() -> None:
     """Look after batchers."""
+
+
+app.command()(bench)
 
 
 @app.command()

@@ -35,6 +35,7 @@ FLOORS: dict[str, int] = {
     "ray": 0,
     "encoding": 0,
     "_arrays": 0,
+    "_load": 0,
     "_core": 1,
     "_transport": 2,
     "_shared_memory": 2,

@@ -17,8 +17,9 @@ from waits import LIMIT
 
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
 from benchmarks.loops import mean_batch_size, open_loop
-from benchmarks.report import Compared, Measurement, Spread, Table, Verdict
+from benchmarks.report import Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load, steady_rate
+from fast_batcher._load.report import Spread
 
 TABLE = Table("A table", "full_speed", Load("NoOp", 8, 64, 1.0), ("ours", "floor"), {"us": "cost"})
 

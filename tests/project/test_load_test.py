@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -14,24 +15,25 @@ import torch
 from apps.doubling import SLOWNESS
 from paths import PYTHONPATH, ROOT
 from programs import run_command
+from waits import LIMIT
 
-from benchmarks.load.client import draw_arrivals
-from benchmarks.load.measurement import (
+from benchmarks.load.measurement import Target, measure
+from benchmarks.load.server import serve
+from fast_batcher._load.client import draw_arrivals
+from fast_batcher._load.measurement import (
     Case,
-    Settings,
-    Target,
+    LoadSettings,
+    _start_client,
     make_plans,
-    measure,
     run_clients,
 )
-from benchmarks.load.server import serve
 
 # In a separate file: a server and worker that import this file would load torch.
 APP = "apps.doubling:app"
 # With which the server finds it.
 PATHS = {"PYTHONPATH": PYTHONPATH}
 BODIES = [b'{"number": 1}', b'{"number": 2}', b'{"number": 3}']
-SETTINGS = Settings(
+SETTINGS = LoadSettings(
     bodies=BODIES,
     content_type="application/json",
     seconds=0.5,
@@ -89,7 +91,39 @@ def test_in_an_open_loop_waiting_for_a_connection_counts(target: Target) -> None
     assert max(record.latencies) >= record.answers * SLOWNESS - plan.warm_up - plan.seconds
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_an_open_loop_without_arrivals_ends(target: Target) -> None:
+    (plan,) = make_plans(target, Case("batched", "/double", 1, rate=0.001), 0, SETTINGS)
+    (record,) = run_clients([plan])
+    assert (record.requests, record.lost) == (0, {})
+
+
+@pytest.mark.slow
+def test_the_first_error_is_kept(target: Target) -> None:
+    measurement = measure(target, Case("failing", "/every-third-fails", 2), 0, SHORT)
+    assert measurement.lost.keys() == {"status 500"}
+    assert measurement.first_error == "500 it is the third"
+
+
+@pytest.mark.slow
+def test_answers_without_content_are_good(target: Target) -> None:
+    measurement = measure(target, Case("nothing", "/nothing", 2), 0, replace(SHORT, method="GET"))
+    assert measurement.figures["answers"] > 0
+    assert measurement.lost == {}
+
+
+@pytest.mark.slow
+def test_a_client_ends_with_its_starter(target: Target) -> None:
+    long = replace(SETTINGS, seconds=LIMIT)
+    (plan,) = make_plans(target, Case("batched", "/double", 1), 0, long)
+    with TemporaryFile("w+") as output, _start_client(plan, output) as client:
+        assert client.stderr is not None
+        assert client.stdin is not None
+        assert client.stderr.readline() == "ready\n"
+        client.stdin.write("go\n")
+        client.stdin.close()  # as the system does when the process that started it ends
+        assert "the process that started the client has ended" in client.stderr.read()
+    assert client.returncode == 1
 
 
 # --- the commands ---------------------------------------------------------------------------------

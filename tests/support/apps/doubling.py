@@ -37,7 +37,12 @@ async def slow() -> None:
 async def every_third_fails() -> Response:
     global asked
     asked += 1
-    return Response(status_code=200 if asked % 3 else 500)
+    return Response("it is the third", status_code=200 if asked % 3 else 500)
+
+
+@app.get("/nothing")
+async def nothing() -> Response:
+    return Response(status_code=204)
 
 
 @app.get("/stats")

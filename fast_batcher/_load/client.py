@@ -7,6 +7,7 @@ its scheduled arrival: waiting for the client or for a connection counts.
 
 A general HTTP client costs up to a millisecond of CPU per request, more than the server that it
 measures. This one understands answers to keep-alive requests that have a Content-Length or chunks.
+It imports nothing of the library, and ends with the process that started it.
 """
 
 import asyncio
@@ -31,6 +32,10 @@ RETRY_INTERVAL = 0.02
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 LENGTH = re.compile(rb"content-length: *(\d+)|transfer-encoding: *chunked", re.IGNORECASE)
 LAST_CHUNK = b"0\r\n\r\n"
+# An answer of this status has no body, and needs no length. Source: RFC 9110, 8.6.
+NO_CONTENT = 204
+# Characters that are kept of the first answer that is an error.
+KEPT_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Plan:
 
     host: str
     port: int
+    method: str
     path: str
     # Sent in random order, again and again; as latin-1, which maps any byte to one character.
     bodies: list[str]
@@ -77,6 +83,8 @@ class Record:
     lags: list[float] = field(default_factory=list)
     # The longest time in the measured time without a good answer, seconds.
     longest_gap: float = 0.0
+    # Status and body of the first answer that was an error; empty without one.
+    first_error: str = ""
 
 
 class Connection(asyncio.Protocol):
@@ -108,15 +116,15 @@ class Connection(asyncio.Protocol):
         if not separator:
             return
         status, length = STATUS.match(head), LENGTH.search(head)
-        if status is None or length is None:
+        if status is None or (length is None and int(status[1]) != NO_CONTENT):
             self._client.failed("an answer without status or length")
             return
-        if not (body.endswith(LAST_CHUNK) if length[1] is None else len(body) >= int(length[1])):
+        if not _is_complete(body, length):
             return
         self._received = b""
         due, self.due = self.due, None
         assert due is not None, "a server only answers requests"
-        self._client.answered(self, due, int(status[1]))
+        self._client.answered(self, due, int(status[1]), body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the client; a request in flight is lost."""
@@ -134,12 +142,7 @@ class Client:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._random = random.Random(plan.seed)
-        self._requests = [
-            f"POST {plan.path} HTTP/1.1\r\nHost: {plan.host}:{plan.port}\r\n"
-            f"Content-Type: {plan.content_type}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n{body}".encode("latin-1")
-            for body in plan.bodies
-        ]
+        self._requests = [make_request(plan, body) for body in plan.bodies]
         self._next_requests = deque[bytes]()
         self._loop = asyncio.get_running_loop()
         # The loop would only log what a connection raises.
@@ -195,6 +198,8 @@ class Client:
             record.requests = sum(due >= self._measured_from for due in self._arrivals)
             self._arrive()
         self._last_answer = self._measured_from
+        # Later than the last request if none is due in the measured time.
+        self._loop.call_later(plan.warm_up + plan.seconds, self._finish_if_done)
         if plan.give_up is not None:
             self._give_up(plan.give_up)
         try:
@@ -219,13 +224,16 @@ class Client:
         else:
             self._idle.append(connection)
 
-    def answered(self, connection: Connection, due: float, status: int) -> None:
+    def answered(self, connection: Connection, due: float, status: int, body: bytes) -> None:
         """Note a complete answer, and use the connection again."""
         now = time.perf_counter()
         if 200 <= status < 300:
             self._note_answer(connection, due, now)
         else:
             self._lost[f"status {status}"] += 1
+            if not self.record.first_error:
+                text = body[:KEPT_CHARACTERS].decode(errors="replace")
+                self.record.first_error = f"{status} {text}"
         if self._waiting:
             self._send(connection, self._waiting.popleft())
         elif self._asks_on(now):
@@ -374,6 +382,23 @@ class Client:
             connection.close()
 
 
+def make_request(plan: Plan, body: str) -> bytes:
+    """Write a request; only one with a body has a type and a length."""
+    host = f"[{plan.host}]" if ":" in plan.host else plan.host
+    head = f"{plan.method} {plan.path} HTTP/1.1\r\nHost: {host}:{plan.port}\r\n"
+    if body:
+        head += f"Content-Type: {plan.content_type}\r\n"
+    if body or plan.method != "GET":
+        head += f"Content-Length: {len(body)}\r\n"
+    return f"{head}\r\n{body}".encode("latin-1")
+
+
+def _is_complete(body: bytes, length: re.Match[bytes] | None) -> bool:
+    if length is None:
+        return True
+    return body.endswith(LAST_CHUNK) if length[1] is None else len(body) >= int(length[1])
+
+
 def draw_arrivals(plan: Plan, start: float, source: random.Random) -> list[float]:
     """Draw the moments of a Poisson process."""
     assert plan.rate is not None
@@ -394,24 +419,28 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _measure(plan: Plan) -> Record:
+async def _run_plan(plan: Plan) -> Record:
     client = Client(plan)
     await client.connect()
     # A collection would pause this process, and look like a pause of the server.
     gc.disable()
-    print("ready", file=sys.stderr)
+    sys.stderr.write("ready\n")
+    sys.stderr.flush()
     # All processes start together. Reading blocks the loop, which has nothing to do yet.
     sys.stdin.readline()
+    # Nothing more is written: the end of stdin is the end of the process that started this one.
+    ended = "the process that started the client has ended"
+    asyncio.get_running_loop().add_reader(sys.stdin, client.failed, ended)
     return await client.run()
 
 
-def main() -> None:
+def run_client() -> None:
     """Read the plan, measure, write the record."""
     plan = Plan(**json.loads(sys.stdin.readline()))
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        record = runner.run(_measure(plan))
-    print(json.dumps(asdict(record)))
+        record = runner.run(_run_plan(plan))
+    sys.stdout.write(json.dumps(asdict(record)))
 
 
 if __name__ == "__main__":
-    main()
+    run_client()

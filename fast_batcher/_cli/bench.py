@@ -1,0 +1,412 @@
+"""`fast-batcher bench`: measures an endpoint of a running server under several loads."""
+
+import importlib.util
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlsplit
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fast_batcher._load.bodies import Requests, generate_requests, read_requests
+from fast_batcher._load.measurement import (
+    Case,
+    LoadError,
+    LoadMeasurement,
+    LoadSettings,
+    Target,
+    measure_case,
+)
+from fast_batcher._load.report import (
+    BUSY_LIMIT,
+    Comparison,
+    cases,
+    compare,
+    describe_lost,
+    draw_loads,
+    find_busiest,
+    number,
+    spread,
+    total,
+)
+from fast_batcher._load.run import WARM_UP, Loads, measure_loads
+from fast_batcher._version import __version__
+
+# With warm-ups and the starts of the clients half a minute in all.
+CLIENTS, RATES, SECONDS, REPETITIONS = "1,8,32", "50%,80%", 1.2, 3
+# Unmeasured share of each measurement, for the load to settle.
+WARM_UP_SHARE = 0.25
+# Answers below which a percentile says little.
+FEW = 20
+# What a status of the first request usually means.
+REMEDIES = {
+    307: "write the URL that it redirects to",
+    308: "write the URL that it redirects to",
+    404: "is the path right?",
+    405: "is --method right?",
+    415: "is --content-type right?",
+    422: "give a body that the endpoint accepts: --body FILE",
+}
+TITLES = {"requests_per_second": "requests/s", "p50_ms": "p50 ms", "p95_ms": "p95 ms"}
+COLUMNS = {**TITLES, "p99_ms": "p99 ms", "mean_batch": "batch"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as `--json` writes it and `--compare` reads it."""
+
+    url: str
+    method: str
+    sent: str
+    date: str
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    measurements: list[LoadMeasurement]
+    warnings: list[str]
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="The endpoint, like http://127.0.0.1:8000/embed.")],
+    clients: Annotated[
+        str | None, typer.Option(help=f"Closed loops, by their clients, or none.  [{CLIENTS}]")
+    ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            help="Open loops: requests per second, or shares of the best closed loop, or none."
+            f"  [{RATES}]"
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help=f"Of each measurement.  [{SECONDS}]")
+    ] = None,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help=f"Of each measurement.  [{REPETITIONS}]")
+    ] = None,
+    body: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Bodies, instead of those made from the app's OpenAPI schema: the items of a "
+            ".json list, the lines of a .jsonl file, or the whole file. Repeatable."
+        ),
+    ] = None,
+    content_type: Annotated[
+        str | None, typer.Option(help="Of the bodies; by default from the file's name.")
+    ] = None,
+    method: Annotated[
+        Literal["GET", "POST", "PUT", "PATCH"] | None,
+        typer.Option(
+            case_sensitive=False, help="By default POST with --body, else as in the schema."
+        ),
+    ] = None,
+    late: Annotated[float, typer.Option(help="Seconds after which an answer is late.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, and of the order of bodies.")] = 1,
+    client_processes: Annotated[
+        int, typer.Option(min=1, help="Raise it if the client is the limit.")
+    ] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to a file; - for stdout.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw throughput and latency; needs matplotlib.")
+    ] = None,
+    earlier_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare", help="A file of --json to compare with; its loads become the default."
+        ),
+    ] = None,
+) -> None:
+    """Load an endpoint of a running server; show throughput and latency.
+
+    In a closed loop each client asks again when it is answered; in an open loop requests arrive at
+    random, whether or not earlier ones are answered. Ends with 1 if nothing can be measured.
+    """
+    target, path = _parse_url(url)
+    _check_files(json_file, picture)
+    console = Console(stderr=True)
+    try:
+        earlier = None if earlier_file is None else _read_run(earlier_file)
+        loads, seconds = _choose_loads(earlier, clients, rates, repetitions, seconds)
+        requests = _choose_requests(target, path, method, body, content_type)
+        _check_endpoint(target, path, requests)
+        settings = LoadSettings(
+            bodies=requests.bodies,
+            content_type=requests.content_type,
+            seconds=seconds,
+            warm_up=seconds * WARM_UP_SHARE,
+            late=late,
+            client_processes=client_processes,
+            seed=seed,
+            method=requests.method,
+        )
+        measurements = _measure_all(console, target, path, loads, settings)
+    except (LoadError, OSError, HTTPException) as error:
+        text = str(error) or type(error).__name__
+        if not isinstance(error, LoadError):
+            text = f"no server answers at http://{urlsplit(url).netloc}: {text}"
+        console.print(f"[red]wrong[/] {escape(text)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    told = {"seconds": seconds, "late": late, "seed": seed, "client_processes": client_processes}
+    run = Run(
+        url=url,
+        method=requests.method,
+        sent=requests.describe(),
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        versions={"fast_batcher": __version__, "python": platform.python_version()},
+        settings=asdict(loads) | told,
+        measurements=measurements,
+        warnings=_find_warnings(measurements),
+    )
+    _write_report(run, earlier, json_file, picture)
+
+
+def _parse_url(url: str) -> tuple[Target, str]:
+    parts = urlsplit(url)
+    if parts.scheme == "https":
+        raise typer.BadParameter(
+            f"{url}: https is not supported; measure the server behind the proxy, over http"
+        )
+    try:
+        port = parts.port or 80
+    except ValueError as error:
+        raise typer.BadParameter(f"{url}: {error}") from None
+    if parts.scheme != "http" or not parts.hostname:
+        raise typer.BadParameter(f"{url}: write it like http://127.0.0.1:8000/embed")
+    # What is percent-encoded already stays as it is.
+    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
+    query = f"?{quote(parts.query, safe='/%:@!$&()*+,;=~?')}" if parts.query else ""
+    return Target(parts.hostname, port), path + query
+
+
+def _check_files(json_file: Path | None, picture: Path | None) -> None:
+    """Refuse at once what would fail after the measurements."""
+    for option, path in (("--json", json_file), ("--picture", picture)):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"{option} {path}: there is no folder {path.parent}")
+    if picture is not None and picture.suffix not in (".pdf", ".png", ".svg"):
+        raise typer.BadParameter(f"--picture {picture}: let it end with .png, .svg or .pdf")
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("--picture needs the package matplotlib: pip install matplotlib")
+
+
+def _read_run(path: Path) -> Run:
+    try:
+        found = json.loads(path.read_text())
+        measurements = [
+            LoadMeasurement(**{**one, "case": Case(**one["case"])}) for one in found["measurements"]
+        ]
+        names = Run.__dataclass_fields__
+        return Run(**{name: found[name] for name in names} | {"measurements": measurements})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise LoadError(
+            f"--compare {path}: it is no file that bench --json has written: {error}"
+        ) from None
+
+
+def _choose_loads(
+    earlier: Run | None,
+    clients: str | None,
+    rates: str | None,
+    repetitions: int | None,
+    seconds: float | None,
+) -> tuple[Loads, float]:
+    """Read the options; the default is the earlier run's, or ours."""
+    chosen = _read_numbers("--clients", clients or CLIENTS)
+    per_second, shares = _parse_rates(rates or RATES)
+    if earlier is not None:
+        kept = [m.case for m in earlier.measurements]
+        if clients is None:
+            chosen = list(dict.fromkeys(case.clients for case in kept if case.rate is None))
+        if rates is None:
+            # The same arrivals, whatever share of the capacity they are now.
+            per_second = list(dict.fromkeys(case.rate for case in kept if case.rate is not None))
+            shares = []
+        repetitions = repetitions or earlier.settings["repetitions"]
+        seconds = seconds or earlier.settings["seconds"]
+    if shares and not chosen:
+        raise typer.BadParameter("--rates: shares need the rate of a closed loop: --clients")
+    if not (chosen or per_second):
+        raise typer.BadParameter("--clients none --rates none: nothing is left to measure")
+    loads = Loads(list(map(round, chosen)), per_second, shares, repetitions or REPETITIONS)
+    return loads, seconds or SECONDS
+
+
+def _parse_rates(text: str) -> tuple[list[float], list[float]]:
+    words = text.replace(" ", "").split(",")
+    per_second = [word for word in words if not word.endswith("%")]
+    shares = [word.removesuffix("%") for word in words if word.endswith("%")]
+    return (
+        _read_numbers("--rates", ",".join(per_second) or "none"),
+        [share / 100 for share in _read_numbers("--rates", ",".join(shares) or "none")],
+    )
+
+
+def _read_numbers(option: str, text: str) -> list[float]:
+    """Read numbers above 0 from a list with commas."""
+    if text == "none":
+        return []
+    try:
+        found = list(map(float, text.split(",")))
+    except ValueError:
+        found = []
+    if not found or not all(0 < one < 1e9 for one in found):
+        raise typer.BadParameter(f"{option} {text}: write numbers above 0 with commas, or none")
+    if option == "--clients" and any(one % 1 for one in found):
+        raise typer.BadParameter(f"{option} {text}: write whole numbers")
+    return found
+
+
+def _choose_requests(
+    target: Target, path: str, method: str | None, body: list[Path] | None, content_type: str | None
+) -> Requests:
+    if body:
+        return read_requests(body, method or "POST", content_type)
+    if method == "GET":
+        return Requests("GET", [b""], "", "")
+    return generate_requests(target, path.partition("?")[0], method)
+
+
+def _check_endpoint(target: Target, path: str, requests: Requests) -> None:
+    """Send one request.
+
+    Raises:
+        LoadError: The answer is an error.
+        OSError: The server cannot be reached.
+    """
+    status, answer = target.ask(requests.method, path, requests.bodies[0], requests.content_type)
+    if not 200 <= status < 300:
+        text = " ".join(answer[:300].decode(errors="replace").split())
+        remedy = f"; {REMEDIES[status]}" if status in REMEDIES else ""
+        raise LoadError(f"{requests.method} {path} answers {status} {text}{remedy}")
+
+
+def _measure_all(
+    console: Console, target: Target, path: str, loads: Loads, settings: LoadSettings
+) -> list[LoadMeasurement]:
+    """Measure everything, with a progress bar."""
+    open_loops = len(loads.rates) + len(loads.shares)
+    count = loads.repetitions * (len(loads.clients) + open_loops) + bool(loads.clients)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    is_shown = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("warming up", total=count)
+
+        def measure_one(case: Case, repetition: int) -> LoadMeasurement:
+            text = f"{case.load}, {repetition + 1} of {loads.repetitions}"
+            progress.update(task, description="warming up" if repetition == WARM_UP else text)
+            found = measure_case(target, case, repetition, settings)
+            progress.advance(task)
+            return found
+
+        return measure_loads({path: path}, loads, measure_one)
+
+
+def _find_warnings(measurements: Sequence[LoadMeasurement]) -> list[str]:
+    found = []
+    lost = describe_lost(measurements)
+    if lost:
+        found.append(f"requests without a good answer: {lost}")
+    busiest = find_busiest(measurements)
+    if busiest > BUSY_LIMIT:
+        found.append(
+            f"the client was busy for {busiest:.0%} of the time, and may be the limit: raise "
+            "--client-processes"
+        )
+    few = [case.load for case in cases(measurements) if total(measurements, case, "requests") < FEW]
+    if few:
+        found.append(f"fewer than {FEW} requests at {', '.join(few)}: raise --seconds")
+    return found
+
+
+def _write_report(
+    run: Run, earlier: Run | None, json_file: Path | None, picture: Path | None
+) -> None:
+    compared = [] if earlier is None else compare(run.measurements, earlier.measurements)
+    if json_file is not None:
+        stored = asdict(run) | {"comparison": [asdict(one) for one in compared]}
+        text = json.dumps(stored, indent=1) + "\n"
+        if str(json_file) == "-":
+            sys.stdout.write(text)
+        else:
+            json_file.write_text(text)
+    if str(json_file) != "-":
+        console = Console(highlight=False)
+        _print_run(console, run)
+        if earlier is not None:
+            _print_comparison(console, run, earlier, compared)
+    if picture is not None:
+        draw_loads(run.measurements, picture, f"{run.method} {run.url}")
+
+
+def _print_run(console: Console, run: Run) -> None:
+    console.print(f"{run.method} {escape(run.url)}: {escape(run.sent)}", soft_wrap=True)
+    measurements = run.measurements
+    measured = {figure for m in measurements for figure in m.figures}
+    columns = {figure: title for figure, title in COLUMNS.items() if figure in measured}
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("load")
+    for title in (*columns.values(), "late", "lost"):
+        table.add_column(title, justify="right")
+    for case in cases(measurements):
+        spreads = {figure: spread(measurements, case, figure) for figure in columns}
+        rate = spreads.pop("requests_per_second")
+        table.add_row(
+            case.load,
+            str(rate),
+            *("-" if one is None else number(one.median) for one in spreads.values()),
+            *(f"{total(measurements, case, figure):.0f}" for figure in ("late", "lost")),
+        )
+    console.print(table)
+    told = run.settings
+    console.print(
+        f"Median (range) of {told['repetitions']} x {told['seconds']:g} s; late: after "
+        f"{told['late']:g} s; at N/s requests arrive at random."
+    )
+    for warning in run.warnings:
+        console.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
+
+
+def _print_comparison(
+    console: Console, run: Run, earlier: Run, compared: Sequence[Comparison]
+) -> None:
+    console.print(
+        f"\nCompared with {earlier.method} {escape(earlier.url)} of {earlier.date}:", soft_wrap=True
+    )
+    if earlier.sent != run.sent:
+        console.print(
+            f"[yellow]warning[/] it sent something else: {escape(earlier.sent)}", soft_wrap=True
+        )
+    if not compared:
+        console.print("[yellow]warning[/] no load is in both: leave out --clients and --rates")
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("load", "figure"):
+        table.add_column(title)
+    for title in ("earlier", "now", "ratio (range)"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for one in compared:
+        verdict = {True: "[green]better[/]", False: "[red]worse[/]", None: "no difference seen"}
+        table.add_row(
+            one.load,
+            TITLES[one.figure],
+            number(one.earlier.median),
+            number(one.now.median),
+            f"{one.ratio.median:.2f} ({one.ratio.low:.2f}-{one.ratio.high:.2f})",
+            verdict[one.is_better],
+        )
+    console.print(table)
+    if min(run.settings["repetitions"], earlier.settings["repetitions"]) < 2:
+        console.print("[yellow]warning[/] one repetition has no range: raise --repetitions")

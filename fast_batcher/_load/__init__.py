@@ -1,0 +1,1 @@
+"""The load test of an HTTP endpoint: its client, measurements and comparisons."""

@@ -1,0 +1,372 @@
+"""`fast-batcher bench`: what it sends, how it compares, and the command at real servers."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import pytest
+import typer
+from fastapi import FastAPI
+from paths import PYTHONPATH
+from pydantic import BaseModel, Field
+from servers import Server, find_free_port
+from waits import LIMIT
+
+from fast_batcher._cli.bench import _find_warnings, _parse_rates, _parse_url, _read_numbers
+from fast_batcher._load.bodies import _find_operation, _list_values, read_requests
+from fast_batcher._load.measurement import Case, LoadError, LoadMeasurement
+from fast_batcher._load.report import Comparison, compare
+
+# Short, and with a range.
+SHORT = ["--clients", "2", "--rates", "none", "--seconds", "0.2", "--repetitions", "2"]
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+class Inner(BaseModel):
+    kind: Literal["a", "b"]
+    when: datetime
+    id: UUID
+    share: Annotated[float, Field(ge=0, lt=1)]
+    above: Annotated[float, Field(gt=3)]
+    below: Annotated[float, Field(lt=-3)]
+    even: Annotated[int, Field(multiple_of=2, gt=3, lt=20)]
+    negative: Annotated[int, Field(le=-3)]
+    is_on: bool
+
+
+class Outer(BaseModel):
+    text: Annotated[str, Field(min_length=40, max_length=50)]
+    inner: Inner
+    several: Annotated[list[Inner], Field(min_length=2)]
+    pair: tuple[int, str]
+    choice: int | None
+    level: Annotated[int, Field(examples=[7, 8])]
+    left_out: int = 1
+
+
+class Tree(BaseModel):
+    children: list["Tree"]
+
+
+app = FastAPI()
+
+
+@app.post("/outer")
+async def take_outer(body: Outer) -> None: ...
+
+
+@app.post("/tree")
+async def take_tree(body: Tree) -> None: ...
+
+
+def made_for(path: str) -> list[Any]:
+    document = app.openapi()
+    _, operation = _find_operation(document["paths"], path, None)
+    return _list_values(document, operation["requestBody"]["content"]["application/json"])
+
+
+def test_made_bodies_are_valid_and_different() -> None:
+    bodies = made_for("/outer")
+    found = [Outer.model_validate(body, extra="forbid") for body in bodies]
+    assert {one.level for one in found} == {7, 8}
+    assert {one.inner.kind for one in found} == {"a", "b"}
+    assert len({one.text for one in found}) == len(found) > 10
+    assert "left_out" not in bodies[0]
+
+
+def test_a_recursive_body_ends_with_empty_lists() -> None:
+    assert Tree.model_validate(made_for("/tree")[0]).children
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "string", "pattern": "^a+$"}, "name of the body is of the pattern \\^a\\+\\$"),
+        ({"type": "object"}, "name of the body is an object of unknown names"),
+        ({}, "name of the body can be anything"),
+        ({"type": "string", "format": "binary"}, "name of the body is binary"),
+        ({"$ref": "#/components/loop"}, "nested too deeply"),
+    ],
+)
+def test_what_cannot_be_made_is_named(schema: dict[str, Any], message: str) -> None:
+    loop = {"type": "object", "properties": {"loop": {"$ref": "#/components/loop"}}}
+    body = {"type": "object", "properties": {"name": schema}}
+    with pytest.raises(LoadError, match=f"{message}.*: give --body FILE"):
+        _list_values({"components": {"loop": loop}}, {"schema": body})
+
+
+def test_examples_of_the_body_are_sent_alone() -> None:
+    media = {"schema": {}, "examples": {"one": {"value": 1}, "two": {"value": [2]}}}
+    assert _list_values({}, media) == [1, [2]]
+
+
+def test_joined_schemas_are_merged() -> None:
+    parts = [{"properties": {name: {"const": name}}, "required": [name]} for name in "ab"]
+    assert _list_values({}, {"schema": {"allOf": parts}})[0] == {"a": "a", "b": "b"}
+
+
+PATHS: dict[str, Any] = {
+    "/items/{id}": {"get": {"name": "any"}},
+    "/items/first": {"get": {"name": "first"}, "post": {"name": "new"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "found"),
+    [
+        ("/items/7", None, ("get", "any")),
+        ("/items/first", None, ("post", "new")),
+        ("/items/first", "GET", ("get", "first")),
+    ],
+)
+def test_the_operation_of_a_path_is_found(
+    path: str, method: str | None, found: tuple[str, str]
+) -> None:
+    name, operation = _find_operation(PATHS, path, method)
+    assert (name, operation["name"]) == found
+
+
+def test_a_missing_operation_is_told_with_those_there_are() -> None:
+    with pytest.raises(LoadError, match=r"has GET /items/\{id\}, POST /items/first.*no /other"):
+        _find_operation(PATHS, "/other", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "bodies", "content_type"),
+    [
+        ("a.json", b'[{"n": 1}, 2]', [b'{"n": 1}', b"2"], "application/json"),
+        ("a.json", b'{"n": 1}\n', [b'{"n": 1}\n'], "application/json"),
+        ("a.jsonl", b"[1]\n\n[2]\n", [b"[1]", b"[2]"], "application/json"),
+        ("a.png", b"\x89PNG", [b"\x89PNG"], "image/png"),
+        ("a.unknown", b"[1]", [b"[1]"], "application/octet-stream"),
+    ],
+)
+def test_bodies_are_read_from_files(
+    tmp_path: Path, name: str, content: bytes, bodies: list[bytes], content_type: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = read_requests([tmp_path / name], "POST", None)
+    assert (found.bodies, found.content_type) == (bodies, content_type)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", None])
+def test_a_file_without_a_body_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(LoadError, match=r"a\.json: it (cannot be read|has no body)"):
+        read_requests([path], "POST", None)
+
+
+# --- the options ----------------------------------------------------------------------------------
+
+
+def test_rates_are_numbers_and_shares() -> None:
+    assert _parse_rates("100, 50%,200") == ([100, 200], [0.5])
+    assert _parse_rates("none") == ([], [])
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5", "1,,2", "inf", "nan"])
+def test_wrong_clients_are_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="--clients"):
+        _read_numbers("--clients", text)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://a/b", "https is not supported"),
+        ("a:80/b", "write it like http://"),
+        ("http:///b", "write it like http://"),
+        ("http://a:99999/", "Port out of range"),
+    ],
+)
+def test_a_wrong_url_is_refused(url: str, message: str) -> None:
+    with pytest.raises(typer.BadParameter, match=message):
+        _parse_url(url)
+
+
+def test_a_path_is_encoded_once() -> None:
+    target, path = _parse_url("http://[::1]:80/a b/%20/ä?q=ä b&n=1")
+    assert (target.host, target.port) == ("::1", 80)
+    assert path == "/a%20b/%20/%C3%A4?q=%C3%A4%20b&n=1"
+
+
+# --- the warnings ---------------------------------------------------------------------------------
+
+
+def test_a_busy_client_and_few_requests_are_told() -> None:
+    case = Case("path", "/path", 8)
+    calm = LoadMeasurement(case, 0, {"client_busy": 0.5, "requests": 20})
+    assert _find_warnings([calm]) == []
+    busy = LoadMeasurement(case, 0, {"client_busy": 0.9, "requests": 19}, {"no answer": 2})
+    lost, limit, few = _find_warnings([busy])
+    assert "2 times no answer" in lost
+    assert "busy for 90% of the time" in limit
+    assert "fewer than 20 requests at 8 clients" in few
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def measured(*rates: float, clients: int = 8, rate: float | None = None) -> list[LoadMeasurement]:
+    case = Case("path", "/path", clients, rate)
+    return [
+        LoadMeasurement(case, number, {"requests_per_second": one, "p95_ms": 1000 / one})
+        for number, one in enumerate(rates)
+    ]
+
+
+def test_ranges_that_overlap_show_no_difference() -> None:
+    rate, latency = compare(measured(8, 10, 12), measured(11, 9, 13))
+    assert (rate.is_better, latency.is_better) == (None, None)
+    assert (rate.ratio.median, rate.ratio.low, rate.ratio.high) == (10 / 11, 8 / 13, 12 / 9)
+
+
+@pytest.mark.parametrize(("now", "is_better"), [((20, 21), True), ((5, 6), False)])
+def test_ranges_apart_are_better_or_worse(now: tuple[float, ...], is_better: bool) -> None:
+    found: list[Comparison] = compare(measured(*now), measured(10, 11))
+    assert [one.is_better for one in found] == [is_better, is_better]
+
+
+def test_the_same_loads_are_compared_alone() -> None:
+    now = [*measured(1, 2), *measured(3, 4, clients=512, rate=9.0), *measured(5, clients=1)]
+    earlier = [*measured(1, 2), *measured(3, 4, clients=512, rate=9.0), *measured(5, clients=2)]
+    assert [(one.load, one.figure) for one in compare(now, earlier)] == [
+        ("8 clients", "requests_per_second"),
+        ("8 clients", "p95_ms"),
+        ("9/s", "p95_ms"),
+    ]
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = Server("apps.measured:app", "--no-access-log")
+    yield server.url()
+    server.close()
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fast_batcher", "bench", *arguments],
+        env={"PATH": "", "PYTHONPATH": PYTHONPATH, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_an_endpoint_is_measured_with_made_bodies(url: str, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    done = bench(
+        *(f"{url}/length", "--clients", "1,2", "--rates", "50%,20", "--seconds", "0.2"),
+        *("--repetitions", "1", "--json", "-", "--picture", str(picture)),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["method"] == "POST"
+    assert found["sent"].startswith("32 bodies made from the app's OpenAPI schema")
+    cases = [one["case"] for one in found["measurements"]]
+    assert [(one["clients"], one["share"]) for one in cases] == [
+        *[(1, None), (2, None)],
+        *[(512, None), (512, 0.5)],
+    ]
+    assert found["measurements"][0]["figures"]["requests_per_second"] > 0
+    assert all(one["lost"] == {} for one in found["measurements"])
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.slow
+def test_two_runs_are_compared(url: str, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    done = bench(f"{url}/shout/hello%20you", *SHORT, "--json", str(earlier))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"GET {url}/shout/hello%20you: no body" in done.stdout
+    assert "2 clients" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    # The loads are the earlier ones.
+    again = bench(f"{url}/length", "--compare", str(earlier))
+    assert (again.returncode, again.stderr) == (0, "")
+    head, _, comparison = again.stdout.partition(f"Compared with GET {url}/shout/hello%20you")
+    assert "Median (range) of 2 x 0.2 s" in head
+    assert "it sent something else: no body" in comparison
+    assert comparison.count("2 clients") == 3
+
+
+@pytest.mark.slow
+def test_bodies_of_a_file_are_sent(url: str, tmp_path: Path) -> None:
+    body = tmp_path / "body.jsonl"
+    body.write_text('{"text": "one"}\n{"text": "three"}\n')
+    done = bench(f"{url}/length", *SHORT, "--body", str(body))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 bodies from body.jsonl, 15 to 17 bytes, application/json" in done.stdout
+
+
+@pytest.mark.slow
+def test_errors_under_load_are_told(url: str) -> None:
+    done = bench(f"{url}/sometimes-busy", *SHORT)
+    assert done.returncode == 0
+    assert "times status 503; the first: 503 {" in done.stdout
+    assert "the queue is full" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("/busy", [], 'POST /busy answers 503 {"detail":"the queue\\nis full"}'),
+        ("/missing", [], "no /missing"),
+        ("/missing", ["--method", "GET"], 'GET /missing answers 404 {"detail":"Not Found"}'),
+        ("/greet", [], "name of the body is of the pattern"),
+        ("/length", ["--body", "wrong.json"], 'POST /length answers 422 {"detail":[{"type":"str'),
+        ("/length", ["--compare", "wrong.json"], "no file that bench --json has written"),
+    ],
+)
+def test_nothing_to_measure_is_told_in_a_line(
+    url: str, tmp_path: Path, path: str, options: list[str], message: str
+) -> None:
+    (tmp_path / "wrong.json").write_text('{"text": ""}')
+    options = [str(tmp_path / one) if one == "wrong.json" else one for one in options]
+    done = bench(f"{url}{path}", *options)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wrong ")
+    assert message in line
+
+
+@pytest.mark.slow
+def test_an_unreachable_server_is_told_in_a_line() -> None:
+    done = bench(f"http://127.0.0.1:{find_free_port()}/length")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "no server answers at http://127.0.0.1" in line
+    assert "Connection refused" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["https://127.0.0.1/length"],
+        ["http://127.0.0.1/length", "--clients", "none", "--rates", "none"],
+        ["http://127.0.0.1/length", "--clients", "none"],
+        ["http://127.0.0.1/length", "--json", "missing/file.json"],
+        ["http://127.0.0.1/length", "--picture", "picture.txt"],
+    ],
+)
+def test_a_wrong_command_line_ends_with_two(arguments: list[str]) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,45 @@
+"""Endpoints of several kinds, without a batcher: what `fast-batcher bench` is tried on."""
+
+from collections import Counter
+from typing import Annotated
+
+from fastapi import FastAPI, HTTPException
+from pydantic import BaseModel, Field
+
+app = FastAPI()
+asked: Counter[str] = Counter()
+
+
+class Text(BaseModel):
+    text: Annotated[str, Field(min_length=3)]
+
+
+class Name(BaseModel):
+    name: Annotated[str, Field(pattern="^[a-z]+$")]
+
+
+@app.post("/length")
+async def length(body: Text) -> int:
+    return len(body.text)
+
+
+@app.get("/shout/{text}")
+async def shout(text: str) -> str:
+    return text.upper()
+
+
+@app.post("/greet")
+async def greet(body: Name) -> str:
+    return body.name
+
+
+@app.post("/busy")
+async def busy(body: Text) -> None:
+    raise HTTPException(503, "the queue\nis full")
+
+
+@app.post("/sometimes-busy")
+async def sometimes_busy(body: Text) -> None:
+    asked["sometimes-busy"] += 1
+    if asked["sometimes-busy"] % 3 == 0:
+        raise HTTPException(503, "the queue is full")
