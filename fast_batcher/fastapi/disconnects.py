@@ -49,7 +49,7 @@ class EndedByDisconnect:
         # The error to raise instead of the cancellation; None while the task was not cancelled.
         self._reason: HTTPException | None = None
         self._sweeper = _find_sweeper()
-        self.since = 0.0
+        self.since: float = 0.0
 
     async def __aenter__(self) -> None:
         """Register the request; it is watched after `UNWATCHED` seconds."""
@@ -186,7 +186,7 @@ async def end_by_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
         yield
 
 
-cancel_on_disconnect = Depends(end_by_disconnect, scope="function")
+cancel_on_disconnect: Any = Depends(end_by_disconnect, scope="function")
 """Dependency that cancels an `async def` endpoint when its client disconnects.
 
 FastAPI does not do that by itself. Use it as `@app.post(..., dependencies=[cancel_on_disconnect])`,
