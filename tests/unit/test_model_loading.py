@@ -9,7 +9,7 @@ import pytest
 from models.base import Echo
 
 from fast_batcher._transport import pickling
-from fast_batcher._worker.model import load_model
+from fast_batcher._worker.model import import_model
 
 
 class Misspells(Echo):
@@ -23,9 +23,9 @@ def test_a_module_that_misses_another_raises_what_it_raises(
     (tmp_path / "needs_another.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        load_model(pickling.dumps(("needs_another:Model", (), {})))
+        import_model(pickling.dumps(("needs_another:Model", (), {})))
 
 
 def test_a_misspelt_hook_of_a_model_that_is_given_as_text_is_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match=r"Misspells\.closes looks like close"):
-        load_model(pickling.dumps((f"{__name__}:Misspells", (), {})))
+        import_model(pickling.dumps((f"{__name__}:Misspells", (), {})))
