@@ -1,6 +1,7 @@
 """The built packages: what is in them, that they are reproducible, typed, and need no extra."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -119,12 +120,19 @@ USES = {
     "settings": ("from batchers import make; make()", "YAML needs PyYAML"),
     "ray": (OPENS, "workers=RayWorkers(...) needs Ray"),
 }
-# Uses no package of an extra, and extras of extras.
-WITHOUT_USE = {"torch", "demo", "images", "bench", "dev"}
+# No part of the library needs it: a model does.
+MODELS = {"torch"}
+# Of this repository.
+OWN = {"demo", "images", "bench", "dev"}
 
 
 def test_each_extra_has_a_use() -> None:
-    assert PROJECT["optional-dependencies"].keys() == USES.keys() | WITHOUT_USE
+    assert PROJECT["optional-dependencies"].keys() == USES.keys() | MODELS | OWN
+
+
+def test_bill_of_materials_has_each_extra() -> None:
+    (extras,) = re.findall(r"^EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(extras.split(",")) == USES.keys() | MODELS
 
 
 @pytest.mark.parametrize("extra", USES)
