@@ -79,6 +79,13 @@ def test_wheel_is_reproducible(wheel: Path, unpacked: Path, tmp_path: Path) -> N
     assert build("wheel", tmp_path, sources).read_bytes() == wheel.read_bytes()
 
 
+def test_packages_are_fit_for_pypi(wheel: Path, tmp_path: Path) -> None:
+    pytest.importorskip("twine")
+    packages = [str(wheel), str(build("sdist", tmp_path))]
+    done = run_command([sys.executable, "-m", "twine", "check", "--strict", *packages])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_public_name_is_typed(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("pyright")
     if shutil.which("node") is None and not shutil.which("node", path=Path(sys.executable).parent):
