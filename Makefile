@@ -8,10 +8,12 @@ PYTEST := $(BIN)/python -m pytest
 OLDEST_FASTAPI := $(shell sed -n 's/^fastapi = \["fastapi>=\(.*\)"\]/\1/p' pyproject.toml)
 # Those of whole servers are about uvicorn and others, which are as new as ever.
 FASTAPI_TESTS := $(filter-out %servers.py,$(wildcard tests/fastapi/test_*.py))
+# What a user may install; the other extras are of this repository.
+EXTRAS := fastapi,json,prometheus,cli,settings,opentelemetry,ray,torch
 # Tests that run side by side. Most of them wait for a process half of their time.
 JOBS ?= 2
 
-.PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish docs clean
+.PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish docs dist clean
 
 help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched: a table, a picture'
@@ -26,6 +28,7 @@ help:
 	@echo 'make soak         long runs with deliberate faults, forty minutes'
 	@echo 'make publish      the README tables from the stored results'
 	@echo 'make docs         the documentation as a site, in site/'
+	@echo 'make dist         the packages for PyPI, checked, and their software bill of materials'
 	@echo 'make clean        remove what these commands have made'
 
 install: .venv/installed
@@ -117,6 +120,17 @@ publish: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# The bill of materials is of an environment that has the wheel and all EXTRAS, and no pip.
+dist: install
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv --clear --without-pip .venv-dist
+	$(BIN)/pip --python .venv-dist/bin/python install --disable-pip-version-check --no-compile \
+		'$(TORCH)' "$$(echo dist/*.whl)[$(EXTRAS)]"
+	$(BIN)/cyclonedx-py environment --output-reproducible \
+		--output-file dist/fast_batcher.cdx.json .venv-dist/bin/python
+
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf .venv .venv-dist .venv-oldest .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _OwnerT = TypeVar("_OwnerT")
 # Hooks before a fork, after it in the parent, and after it in the child; by owner, weakly.
 _hooks: "weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], object] | None, ...]]"
@@ -211,6 +212,15 @@ def _wait_until_dead(pidfds: list[int], seconds: float) -> None:
         for pidfd, _ in dead:
             poller.unregister(pidfd)
         alive -= len(dead)
+
+
+def read_rss(pid: int) -> int:
+    """Return the resident memory of a process in bytes, 0 if it cannot be read. Linux."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_SIZE
+    except (OSError, IndexError):  # it has just ended
+        return 0
 
 
 def occupy_stdio() -> None:

@@ -77,7 +77,7 @@ from fast_batcher.settings import (
 )
 from fast_batcher.stats import BatcherStats, Explanation
 
-logger = logging.getLogger("fast_batcher")
+logger: logging.Logger = logging.getLogger("fast_batcher")
 
 # On Python 3.11 a member of an enumeration costs as much as a call.
 _OPEN = State.OPEN
@@ -209,7 +209,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._model_class = model
         spec = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
         self._model = CurrentModel(spec)
-        self.name = spec.name if name is None else name
+        self.name: str = spec.name if name is None else name
         warn_about_workers(settings)
         warn_about_hooks(model)
         self._ledger = Ledger(self.name, settings.observers)
@@ -225,7 +225,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # The methods of the model that are marked with `batchable`, as attributes:
         # `batcher.methods.embed_text.process_batched(text)`; `methods.find(Model.embed_text)` has
         # the types of the method.
-        self.methods = BatchMethods(self._call_many, names)
+        self.methods: BatchMethods = BatchMethods(self._call_many, names)
         self._owners = Owners()
         self._cores = CoreClaim(0 if settings.has_host else settings.most_workers)
 

@@ -114,10 +114,9 @@ def _load(path: Path) -> dict[str, Any]:
 def _load_yaml(text: str) -> Any:
     try:
         import yaml
-    except ImportError:
-        raise ConfigurationError(
-            f"{FILE_VARIABLE}: YAML needs the package PyYAML; install fast_batcher[settings], or "
-            "write the file as TOML"
+    except ModuleNotFoundError:
+        raise ValueError(
+            "YAML needs PyYAML: pip install 'fast_batcher[settings]', or write the file as TOML"
         ) from None
     try:
         return yaml.safe_load(text) or {}

@@ -5,7 +5,7 @@ from event loops alone, and `DynBatcher` for models that need a worker process.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, Unpack, overload
 
 from fast_batcher._local.decorated import Decorated, decorate, mark_async
 from fast_batcher._local.function import ThreadOptions
@@ -21,7 +21,7 @@ ListFunction = Callable[[list[InT]], Outputs[OutT]] | Callable[[Any, list[InT]],
 class BatchedFunction(Decorated, Generic[InT, OutT]):
     """A function whose calls are batched, in a thread. `with` shuts it down at the end."""
 
-    option_names = ThreadOptions.__optional_keys__
+    option_names: ClassVar[frozenset[str]] = ThreadOptions.__optional_keys__
 
     @overload
     def __call__(self, item: list[InT], /) -> list[OutT]: ...

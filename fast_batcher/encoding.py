@@ -54,8 +54,12 @@ def to_base64(array: Any) -> str:
         TypeError: The array holds complex numbers, dates, texts or objects.
         ModuleNotFoundError: NumPy is not installed.
     """
-    import numpy as np
-
+    try:
+        import numpy as np
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "fast_batcher.encoding.to_base64 needs NumPy: pip install numpy", name="numpy"
+        ) from error
     numbers = np.asarray(_to_array(array))
     if not np.can_cast(numbers.dtype, "<f4", "same_kind"):
         raise TypeError(f"to_base64: array has dtype {numbers.dtype}; give real numbers")

@@ -4,7 +4,7 @@ The function runs in a thread of this process.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Protocol, Unpack, overload
+from typing import Any, ClassVar, Protocol, Unpack, overload
 
 from fast_batcher._local.decorated import decorate, mark_async
 from fast_batcher._local.function import InferenceOptions
@@ -17,7 +17,7 @@ ReturnsList = Callable[..., list[Any] | Awaitable[list[Any]]]
 class BatchedInference(BatchedFunction[Any, OutT]):
     """A function of features whose calls are batched, in a thread."""
 
-    option_names = InferenceOptions.__optional_keys__
+    option_names: ClassVar[frozenset[str]] = InferenceOptions.__optional_keys__
     has_features = True
 
     @overload  # type: ignore[override]  # it takes no list of items

@@ -43,14 +43,14 @@ try:
         set_span_in_context,
     )
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] != "opentelemetry":
+except ModuleNotFoundError as _missing:
+    if _missing.name is None or _missing.name.partition(".")[0] != "opentelemetry":
         raise
     raise ModuleNotFoundError(
         "fast_batcher.opentelemetry needs opentelemetry-api: "
         "pip install 'fast_batcher[opentelemetry]'",
         name="opentelemetry",
-    ) from error
+    ) from _missing
 
 if TYPE_CHECKING:
     from fast_batcher.batcher import DynBatcher

@@ -43,13 +43,13 @@ try:
         generate_latest,
     )
     from prometheus_client.multiprocess import MultiProcessCollector
-except ModuleNotFoundError as error:
-    if error.name != "prometheus_client":
+except ModuleNotFoundError as _missing:
+    if _missing.name != "prometheus_client":
         raise
     raise ModuleNotFoundError(
         "fast_batcher.prometheus needs prometheus-client: pip install 'fast_batcher[prometheus]'",
         name="prometheus_client",
-    ) from error
+    ) from _missing
 
 # Seconds between two settings of the gauges: shorter than any usual scrape interval.
 REFRESH_INTERVAL = 1.0
@@ -136,32 +136,38 @@ class _Metrics:
                 name, text, ("model",), registry=registry, multiprocess_mode=over_processes
             )
 
-        self.requests = count("requests_total", "Requests that have ended.", "outcome")
-        self.batches = count("batches_total", "Batches that workers have answered.", "release")
-        self.restarts = count("worker_restarts_total", "Workers that took another's place.")
-        self.late_errors = count(
+        self.requests: Counter = count("requests_total", "Requests that have ended.", "outcome")
+        self.batches: Counter = count(
+            "batches_total", "Batches that workers have answered.", "release"
+        )
+        self.restarts: Counter = count(
+            "worker_restarts_total", "Workers that took another's place."
+        )
+        self.late_errors: Counter = count(
             "late_errors_total", "Batches whose error no caller has got, because they had left."
         )
-        self.cache = count(
+        self.cache: Counter = count(
             "cache_requests_total", "Calls of a batcher with a cache, by its result.", "result"
         )
-        self.batch_size = distribute("batch_size", "Requests in answered batches.", BATCH_SIZES)
-        self.queue_wait = distribute(
+        self.batch_size: Histogram = distribute(
+            "batch_size", "Requests in answered batches.", BATCH_SIZES
+        )
+        self.queue_wait: Histogram = distribute(
             "queue_wait_seconds", "From a request's arrival until its worker began with it."
         )
-        self.infer = distribute("infer_seconds", "Time that the model took for a batch.")
-        self.request = distribute(
+        self.infer: Histogram = distribute("infer_seconds", "Time that the model took for a batch.")
+        self.request: Histogram = distribute(
             "request_seconds", "From a request's arrival to its end, but for rejected requests."
         )
-        self.gc_pause = distribute(
+        self.gc_pause: Histogram = distribute(
             "gc_pause_seconds", "Pauses of the API process by Python's garbage collector."
         )
-        self.queue_size = show("queue_size", "Requests that wait for a worker.")
-        self.workers_ready = show("workers_ready", "Workers that have loaded the model.")
-        self.workers_wanted = show("workers_wanted", "Workers that there should be.")
-        self.in_flight = show("in_flight", "Requests that workers have.")
+        self.queue_size: Gauge = show("queue_size", "Requests that wait for a worker.")
+        self.workers_ready: Gauge = show("workers_ready", "Workers that have loaded the model.")
+        self.workers_wanted: Gauge = show("workers_wanted", "Workers that there should be.")
+        self.in_flight: Gauge = show("in_flight", "Requests that workers have.")
         # Seconds of several server processes do not add up.
-        self.backlog = show(
+        self.backlog: Gauge = show(
             "backlog_seconds",
             "Predicted time in which the ready workers answer everything that waits and runs.",
             "livemax",

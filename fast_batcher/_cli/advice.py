@@ -307,15 +307,9 @@ def print_advice(console: Console, found: Found) -> None:
 
 
 def draw(advice: Advice, path: Path) -> None:
-    """Draw capacity and 95 % quantile by batch size.
+    """Draw capacity and 95 % quantile by batch size, with matplotlib."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        SystemExit: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise SystemExit("--picture needs the package matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     sizes = [str(one.max_batch_size) for one in advice.candidates]

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -89,6 +90,13 @@ async def _check_target(target: str, inputs: Path | None) -> list[Check]:
     return checks
 
 
+def _check_picture(path: Path | None) -> Path | None:
+    """Reject a picture without matplotlib before minutes of measuring."""
+    if path is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib")
+    return path
+
+
 @app.command()
 def tune(
     target: Annotated[
@@ -112,7 +120,10 @@ def tune(
         Path | None, typer.Option(help="Write the settings to this TOML file.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw capacity and p95 by batch size; needs matplotlib.")
+        Path | None,
+        typer.Option(
+            callback=_check_picture, help="Draw capacity and p95 by batch size; needs matplotlib."
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the prediction with a real run.")

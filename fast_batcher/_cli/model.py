@@ -1,7 +1,6 @@
 """Checks of a model: imports it, loads it in a real worker, and measures its batches."""
 
 import asyncio
-import contextlib
 import importlib
 import json
 import os
@@ -15,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from fast_batcher._cli.checks import Check
+from fast_batcher._process import read_rss
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherError
 from fast_batcher.model import InferenceModel, find_cost
@@ -22,7 +22,6 @@ from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
 
 # Batches of each size that are timed; the median counts.
 BATCHES = 11
-PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 
 class TargetError(Exception):
@@ -146,7 +145,7 @@ async def examine_model(
     try:
         seconds = loop.time() - began_at
         yield Check("model", "good", f"{batcher.name} was loaded in {seconds:.1f} s")
-        size = _resident_bytes(watcher.pid)
+        size = 0 if watcher.pid is None else read_rss(watcher.pid)
         if size:
             yield Check("worker", "good", f"pid {watcher.pid}, {size / 2**20:.0f} MiB")
         async for check in _time_batches(batcher, inputs, note):
@@ -232,12 +231,6 @@ def _judge_times(timed: list[tuple[int, float]]) -> Check:
             "this model gains little from batches; is infer a loop over its inputs?",
         )
     return Check("batches", "good", f"{text}; {gain:.2g} times as many requests per second")
-
-
-def _resident_bytes(pid: int | None) -> int:
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_SIZE
-    return 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -393,7 +393,6 @@ class Pool:
         worker.is_serving = True
         replica.restarts.ready(monotonic())
         replica.is_given_up = False
-        logger.info("%s is ready", worker.title)
         self._tell(worker, "ready")
         before = None
         if worker is replica.successor:

@@ -40,7 +40,13 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fast_batcher._devices import Placement, thread_share, worker_environment
-from fast_batcher._process import PassedDescriptor, opened_descendants, send_signal
+from fast_batcher._process import (
+    PassedDescriptor,
+    monotonic,
+    opened_descendants,
+    read_rss,
+    send_signal,
+)
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport import pickling
@@ -56,7 +62,7 @@ from fast_batcher._transport.channels import (
 from fast_batcher._transport.logs import LogReceiver, LogSettings, open_log_sockets
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.main import WorkerSettings, worker_main
+from fast_batcher._worker.main import Start, WorkerSettings, worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
@@ -102,6 +108,36 @@ class Exit(NamedTuple):
     may_be_out_of_memory: bool
     # Its machine has died, or cannot be reached: that says nothing about the model.
     is_node_lost: bool = False
+
+
+# Seconds of a start whose steps are logged: to import PyTorch and to load a small model takes less
+# on a usual machine, and Kubernetes gives up a container that has not started in 30 by default.
+SLOW_START = 10.0
+
+
+def describe_start(seconds: float, times: list[tuple[int, float]], start: Start) -> str:
+    """Write the seconds of a start, the device, the memory, and the times of the warm-up."""
+    parts = [f"{seconds:.1f} s" + (f" on {start.device}" if start.device else "")]
+    if start.rss_bytes:
+        parts.append(f"{start.rss_bytes / 2**20:.0f} MiB")
+    if start.gpu_bytes:
+        parts.append(f"{start.gpu_bytes / 2**20:.0f} MiB of the GPU")
+    if times:
+        batches = [f"t({size})={_show_milliseconds(1e3 * each)} ms" for size, each in times]
+        parts.append(f"warm-up {' '.join(batches)}")
+    text = ", ".join(parts)
+    if seconds <= SLOW_START:
+        return text
+    imported, constructed, warmed_up = start[:3]
+    process = max(0.0, seconds - imported - constructed - warmed_up)
+    return (
+        f"{text}; process start {process:.1f} s, import {imported:.1f} s, "
+        f"constructor {constructed:.1f} s, warm-up {warmed_up:.1f} s"
+    )
+
+
+def _show_milliseconds(number: float) -> str:
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
 class WorkerEvents(Protocol):
@@ -167,6 +203,8 @@ class WorkerHandle(ABC):
         self._loop: AbstractEventLoop | None = None
         self.is_attached = False
 
+        # Beginning of its start.
+        self._began = monotonic()
         # Process id; None until it has a process.
         self.pid: int | None = None
         # Address of its node in a cluster; "" for this machine.
@@ -253,8 +291,13 @@ class WorkerHandle(ABC):
 
     def _finish_loading(self, frame: Frame) -> None:
         if frame.kind == Kind.READY:
-            times, self.stages, self.module_files = pickling.loads(frame.body)
+            times, self.stages, self.module_files, start = pickling.loads(frame.body)
             self.state = WorkerState.READY
+            devices = self._settings.devices
+            if devices is not None:  # the worker's own name of each GPU is cuda:0
+                start = start._replace(device=devices[self.index % len(devices)])
+            seconds = monotonic() - self._began
+            logger.info("%s ready in %s", self.title, describe_start(seconds, times, start))
             self._events.worker_loaded(self, times)
         elif frame.kind == Kind.STARTUP_FAILED:
             failure = SerializedError(*pickling.loads(frame.body))
@@ -527,8 +570,6 @@ def _open_pidfd(pid: int) -> int | None:
     return None
 
 
-PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
-
 # A separate context, because `set_start_method` would change the whole program. Spawn, because a
 # forked child inherits CUDA state that it cannot use, and the parent's pipe ends.
 _context = multiprocessing.get_context("spawn")
@@ -670,11 +711,7 @@ class WorkerProcess(WorkerHandle):
     @property
     def rss_bytes(self) -> int:
         """Resident memory, 0 if it cannot be read. Linux."""
-        try:
-            with open(f"/proc/{self.pid}/statm", "rb") as file:
-                return int(file.read().split()[1]) * PAGE_SIZE
-        except (OSError, IndexError):  # the process has just died
-            return 0
+        return 0 if self.pid is None else read_rss(self.pid)
 
     # End.
 

@@ -163,7 +163,8 @@ class ModelActor:
         self._loop = BatchLoop(self._channel, models, self._progress, self._reader, encoder)
         # One stage: each batch passes all of them before the next one begins. No files: those of
         # another machine cannot be compared.
-        self._channel.send(Kind.READY, body=pickling.dumps((loaded.times, 1, {})))
+        ready: tuple[Any, ...] = loaded.times, 1, {}, loaded.start
+        self._channel.send(Kind.READY, body=pickling.dumps(ready))
         return self._channel.take_answer()
 
     def compute(self, frames: bytes | memoryview, *buffers: Any) -> bytes:

@@ -21,7 +21,7 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
-from fast_batcher._process import end_descendants, freeze_for_good
+from fast_batcher._process import end_descendants, freeze_for_good, monotonic, read_rss
 from fast_batcher._shared_memory.inputs import SlabViews
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
@@ -29,7 +29,14 @@ from fast_batcher._transport.channels import BlockingChannel, Kind
 from fast_batcher._transport.logs import LogSettings
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder, WorkerChannel
-from fast_batcher._worker.model import collate_methods, load_model, read_module_files, warm_up
+from fast_batcher._worker.model import (
+    collate_methods,
+    construct,
+    find_gpu,
+    import_model,
+    read_module_files,
+    warm_up,
+)
 from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model import MethodOptions, find_methods
@@ -128,6 +135,20 @@ class WorkerSettings(NamedTuple):
     stage_threads: int = 1
 
 
+class Start(NamedTuple):
+    """Course of a worker's start, for the log."""
+
+    # Seconds of the model's import, of its constructor, and of the warm-up.
+    import_seconds: float
+    construct_seconds: float
+    warm_up_seconds: float
+    # The model's device, "" if it is not known.
+    device: str
+    # Resident memory of the process, and memory that PyTorch has allocated on the GPU.
+    rss_bytes: int
+    gpu_bytes: int
+
+
 class Loaded(NamedTuple):
     """A model that is loaded and warm."""
 
@@ -139,11 +160,16 @@ class Loaded(NamedTuple):
     in_turn: Any
     # Sizes and seconds of the warm-up batches.
     times: list[tuple[int, float]]
+    start: Start
 
 
 def load_warm(pickled: bytes | bytearray | memoryview, settings: WorkerSettings) -> Loaded:
     """Load the model, and warm it up."""
-    model = load_model(pickled, settings.device, settings.worker_index)
+    began = monotonic()
+    call = import_model(pickled)
+    imported = monotonic()
+    model = construct(call, settings.device, settings.worker_index)
+    constructed = monotonic()
     models = collate_methods(model)
     stages = Stages(model, settings.stage_threads)
     in_turn = models["infer"]
@@ -151,9 +177,19 @@ def load_warm(pickled: bytes | bytearray | memoryview, settings: WorkerSettings)
         in_turn = stages.run_in_turn(in_turn.infer)
     own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
     times = warm_up(in_turn, own_size or settings.max_batch_size)
+    warm = monotonic()
     if settings.freeze_gc:
         freeze_for_good()
-    return Loaded(model, models, stages, in_turn, times)
+    gpu, gpu_bytes = find_gpu()
+    start = Start(
+        imported - began,
+        constructed - imported,
+        warm - constructed,
+        settings.device or gpu,
+        read_rss(os.getpid()),
+        gpu_bytes,
+    )
+    return Loaded(model, models, stages, in_turn, times, start)
 
 
 def worker_main(
@@ -206,7 +242,7 @@ def load_and_serve(
         return 1
     stages = loaded.stages
     try:
-        ready = loaded.times, stages.count, read_module_files()
+        ready = loaded.times, stages.count, read_module_files(), loaded.start
         channel.send(Kind.READY, body=pickling.dumps(ready))
         if views is not None:
             views.report_forks(progress)

@@ -1,5 +1,6 @@
 """The model in its worker: import, construction, collation and warm-up. Main thread."""
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -10,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import (
@@ -79,10 +80,28 @@ def _list_installed() -> set[str]:
     return paths | {os.path.realpath(path) for path in paths}
 
 
-def load_model(
-    pickled: bytes | bytearray | memoryview, device: str | None = None, worker_index: int = 0
-) -> Any:
-    """Import the model's class, if it was given by name, and construct the model."""
+def find_gpu() -> tuple[str, int]:
+    """Return the GPU that PyTorch uses, and the bytes allocated there; "" and 0 without one."""
+    torch = sys.modules.get("torch")
+    # A worker starts whatever a library says of its devices.
+    with contextlib.suppress(Exception):
+        if torch is not None and torch.cuda.is_initialized():
+            return f"cuda:{torch.cuda.current_device()}", torch.cuda.memory_allocated()
+    return "", 0
+
+
+class ModelCall(NamedTuple):
+    """A model's class, and the arguments of its constructor."""
+
+    cls: Any
+    # Name of the class in errors.
+    name: str
+    args: Any
+    kwargs: Any
+
+
+def import_model(pickled: bytes | bytearray | memoryview) -> ModelCall:
+    """Import the model's class, and whatever its arguments need."""
     model, args, kwargs = pickling.loads(pickled)
     if isinstance(model, str):
         cls = _resolve(model)
@@ -90,9 +109,13 @@ def load_model(
         if fault is not None:
             raise WorkerStartupError(f"model={model!r}: {fault}")
         warn_about_hooks(cls)
-        model_name, model = model, cls
-    else:
-        model_name = f"{model.__module__}:{model.__qualname__}"
+        return ModelCall(cls, model, args, kwargs)
+    return ModelCall(model, f"{model.__module__}:{model.__qualname__}", args, kwargs)
+
+
+def construct(call: ModelCall, device: str | None = None, worker_index: int = 0) -> Any:
+    """Construct the model."""
+    model, name, args, kwargs = call
     place = {"worker_index": worker_index} | ({} if device is None else {"device": device})
     try:
         instance = model.__new__(model, *args, **kwargs)
@@ -101,7 +124,7 @@ def load_model(
         getattr(instance, "__dict__", {}).update(place)
         instance.__init__(*args, **kwargs)
     except TypeError as error:
-        error.add_note(f"while calling {model_name} with {describe_arguments(args, kwargs)}")
+        error.add_note(f"while calling {name} with {describe_arguments(args, kwargs)}")
         raise
     return instance
 

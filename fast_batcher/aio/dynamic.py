@@ -1,7 +1,7 @@
 """`@fast_batcher.aio.dynamically`: calls from event loops, computed in batches."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Protocol, Self, Unpack, overload
+from typing import Any, ClassVar, Generic, Protocol, Self, Unpack, overload
 
 from fast_batcher._local.decorated import Decorated, decorate, mark_async
 from fast_batcher._local.function import AioOptions
@@ -11,7 +11,7 @@ from fast_batcher.dynamic import InT, ListFunction, OutT
 class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
     """A function whose calls are batched and awaited. `async with` shuts it down at the end."""
 
-    option_names = AioOptions.__optional_keys__
+    option_names: ClassVar[frozenset[str]] = AioOptions.__optional_keys__
     is_aio = True
 
     @overload

@@ -1,7 +1,7 @@
 """`@fast_batcher.aio.inference.dynamically`: awaited calls with arrays, in padded batches."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Protocol, Unpack, overload
+from typing import Any, ClassVar, Protocol, Unpack, overload
 
 from fast_batcher._local.decorated import decorate, mark_async
 from fast_batcher._local.function import AioInferenceOptions
@@ -13,7 +13,7 @@ from fast_batcher.inference import ReturnsList
 class AsyncBatchedInference(AsyncBatchedFunction[Any, OutT]):
     """A function of features whose calls are batched and awaited."""
 
-    option_names = AioInferenceOptions.__optional_keys__
+    option_names: ClassVar[frozenset[str]] = AioInferenceOptions.__optional_keys__
     has_features = True
 
     @overload  # type: ignore[override]  # it takes no list of items

@@ -16,12 +16,12 @@ knows FastAPI or an HTTP status.
 
 try:
     import fastapi  # noqa: F401  only to say what is missing
-except ModuleNotFoundError as error:
-    if error.name != "fastapi":
+except ModuleNotFoundError as _missing:
+    if _missing.name != "fastapi":
         raise
     raise ModuleNotFoundError(
         "fast_batcher.fastapi needs FastAPI: pip install 'fast_batcher[fastapi]'", name="fastapi"
-    ) from error
+    ) from _missing
 
 from fast_batcher.fastapi.bodies import (
     BODY_TIMEOUT,

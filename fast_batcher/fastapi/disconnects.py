@@ -49,7 +49,7 @@ class EndedByDisconnect:
         # The error to raise instead of the cancellation; None while the task was not cancelled.
         self._reason: HTTPException | None = None
         self._sweeper = _find_sweeper()
-        self.since = 0.0
+        self.since: float = 0.0
 
     async def __aenter__(self) -> None:
         """Register the request; it is watched after `UNWATCHED` seconds."""
@@ -81,7 +81,7 @@ class EndedByDisconnect:
                 return
         assert self._task is not None, "it was entered"
         self._task.uncancel()
-        self._task.add_done_callback(partial(_clear, _find_exit_stacks()))
+        self._task.add_done_callback(partial(_clear, _find_exits()))
         raise self._take_reason() from None
 
     def _take_reason(self) -> HTTPException:
@@ -151,22 +151,23 @@ def _find_sweeper() -> _Sweeper:
     return sweeper
 
 
-def _find_exit_stacks() -> list[FrameType]:
-    """Return the frames of all exit stacks that the running task is leaving."""
+def _find_exits() -> list[FrameType]:
+    """Return the frames of the context managers of `contextlib` that the running task leaves."""
     frame, found = inspect.currentframe(), []
     while frame is not None:
-        if frame.f_code is AsyncExitStack.__aexit__.__code__:
+        if frame.f_code.co_filename == AsyncExitStack.__aexit__.__code__.co_filename:
             found.append(frame)
         frame = frame.f_back
     return found
 
 
 def _clear(frames: list[FrameType], _: object) -> None:
-    """Clear the frames of exit stacks to break their reference cycles with the new error.
+    """Clear the frames of `contextlib` to break their reference cycles with an error.
 
-    FastAPI runs dependencies in exit stacks. The frame of such a stack keeps the error and its
-    traceback, whose frames hold the body of the request. Without this, a server would keep the
-    bodies of disconnected clients until the next garbage collection.
+    FastAPI runs dependencies in exit stacks. The frame of such a stack keeps the new error and its
+    traceback, whose frames hold the body of the request; on Python 3.13 the frame of an
+    `asynccontextmanager` keeps the cancellation, too. Without this, a server would keep the bodies
+    of disconnected clients until the next garbage collection.
     Source: `AsyncExitStack.__aexit__` of CPython 3.11 to 3.14.
     """
     for frame in frames:
@@ -186,7 +187,7 @@ async def end_by_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
         yield
 
 
-cancel_on_disconnect = Depends(end_by_disconnect, scope="function")
+cancel_on_disconnect: Any = Depends(end_by_disconnect, scope="function")
 """Dependency that cancels an `async def` endpoint when its client disconnects.
 
 FastAPI does not do that by itself. Use it as `@app.post(..., dependencies=[cancel_on_disconnect])`,

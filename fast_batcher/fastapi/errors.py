@@ -88,11 +88,11 @@ class RecentErrors:
 
 # Of the process, as are the batchers' counts: an error does not know its app, and apps share
 # batchers.
-recent_errors = RecentErrors()
+recent_errors: RecentErrors = RecentErrors()
 
 
 # The logger's name is that of the public package, not of this module.
-logger = logging.getLogger("fast_batcher.fastapi")
+logger: logging.Logger = logging.getLogger("fast_batcher.fastapi")
 
 # Seconds of `Retry-After` if the error has no estimate: the header holds whole seconds, and a
 # second is longer than most batches take. Source: RFC 9110, section 10.2.3.

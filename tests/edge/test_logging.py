@@ -3,16 +3,21 @@
 import asyncio
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import pytest
 from logging_models import Floods, Logs
+from models.ordinary import Warm
 from waits import LIMIT, MEASURED, both_loops
 
 from fast_batcher import DynBatcher
+from fast_batcher._parent.worker_process import SLOW_START, describe_start
+from fast_batcher._worker.main import Start
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -86,3 +91,40 @@ async def test_a_flood_of_records_loses_no_answer_and_the_lost_records_are_count
     assert received.total() > 0
     MEASURED.append(("a worker logs 100,000 records", seconds, 2.0))
     MEASURED.append(("the loop's longest lag meanwhile", max(lags), 0.02))
+
+
+@both_loops
+async def test_each_start_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fast_batcher")
+    options: dict[str, Any] = {"devices": ["cpu:0", "cpu"], "model_args": [[1, 2]]}
+    async with DynBatcher(Warm, 4, name="tiny", **options):
+        lines = [one.getMessage() for one in caplog.records if "worker" in one.getMessage()]
+    for index, device in enumerate(options["devices"]):
+        (line,) = [one for one in lines if one.startswith(f"tiny: worker {index} ")]
+        assert re.search(rf"pid \d+\) ready in \d+\.\d s on {device}, \d+ MiB, warm-up ", line)
+        assert re.search(r"warm-up t\(1\)=\S+ ms t\(4\)=\S+ ms$", line)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times", "start", "text"),
+    [
+        (0.31, [], Start(0.1, 0.1, 0.0, "", 0, 0), "0.3 s"),
+        (
+            4.1,
+            [(1, 0.0031), (32, 0.0114)],
+            Start(2.0, 1.0, 0.1, "cuda:0", 612 * 2**20, 90 * 2**20),
+            "4.1 s on cuda:0, 612 MiB, 90 MiB of the GPU, warm-up t(1)=3.1 ms t(32)=11 ms",
+        ),
+        (
+            SLOW_START + 1,
+            [(1, 0.25)],
+            Start(6.0, 3.0, 0.5, "", 2**30, 0),
+            "11.0 s, 1024 MiB, warm-up t(1)=250 ms; "
+            "process start 1.5 s, import 6.0 s, constructor 3.0 s, warm-up 0.5 s",
+        ),
+    ],
+)
+async def test_a_slow_start_names_its_steps(
+    seconds: float, times: list[tuple[int, float]], start: Start, text: str
+) -> None:
+    assert describe_start(seconds, times, start) == text

@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,6 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
-from programs import run_command
 from sessions import Make, host_of, make, own_directory, pids_of
 from tracing_models import BadContext, GatedEcho, MakesSpans
 from waits import Gate, both_loops, one_loop, outcome, until
@@ -385,9 +383,3 @@ async def test_span_of_a_batch_ends_with_its_host(gate: Gate) -> None:
     ends = [span.status.description for span in recording.named("model batch")]
     assert ends == ["host lost", None]
     assert len(recording.named("infer")) == 1
-
-
-def test_a_missing_package_is_named() -> None:
-    program = "import sys; sys.modules['opentelemetry'] = None; import fast_batcher.opentelemetry"
-    done = run_command([sys.executable, "-c", program])
-    assert "pip install 'fast_batcher[opentelemetry]'" in done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 from waits import LIMIT
 
 from fast_batcher._cli.advice import (
@@ -19,6 +20,7 @@ from fast_batcher._cli.advice import (
     parse_seconds,
     read_moments,
 )
+from fast_batcher._cli.main import app
 from fast_batcher._cli.model import Measurement, TargetError
 from fast_batcher._cli.virtual import Simulation, poisson
 
@@ -166,3 +168,12 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_line(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "FileNotFoundError: weights.pt" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_missing_matplotlib_is_named_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None in `sys.modules` is for the import system what is not installed."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ["tune", "no_module:Model", "--inputs", "none.json", "--picture", "picture.svg"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "pip install matplotlib" in done.output

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from programs import run_command
 from pydantic import BaseModel
 
 from fast_batcher.encoding import to_base64, to_json
@@ -89,15 +87,3 @@ def test_the_response_is_sent_as_it_is_and_documented_as_declared() -> None:
         assert response.headers["content-type"] == "application/json"
     shown = app.openapi()["paths"]["/row"]["post"]["responses"]["200"]["content"]
     assert shown["application/json"]["schema"] == {"$ref": "#/components/schemas/Answer"}
-
-
-@pytest.mark.slow
-def test_without_orjson_the_error_names_the_extra() -> None:
-    code = (
-        "import sys; sys.modules['orjson'] = None\n"
-        "from fast_batcher.encoding import to_json\n"
-        "to_json([1])"
-    )
-    command = [sys.executable, "-c", code]
-    ended = run_command(command)
-    assert "pip install 'fast_batcher[json]'" in ended.stderr.splitlines()[-1]

@@ -37,6 +37,7 @@ def test_a_program_prints_what_the_page_says(code: str, printed: str, tmp_path: 
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("README.md")),
     ROOT / "benchmarks" / "README.md",

@@ -4,9 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-import sysconfig
-import venv
-import zipfile
 from pathlib import Path
 
 import httpx2
@@ -16,6 +13,7 @@ from paths import ROOT
 from programs import run_command
 from servers import run_server
 from waits import LIMIT
+from wheels import build, install
 
 README = (ROOT / "README.md").read_text()
 PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
@@ -75,26 +73,9 @@ APPS = re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS))
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment that has the wheel, and what this one has beside our package.
-
-    The checkout is not on its path.
-    """
+    """The Python of an environment that has the wheel, and what this one has beside our package."""
     folder = tmp_path_factory.mktemp("installed")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=LIMIT,
-    )
-    (wheel,) = folder.glob("*.whl")
-    venv.create(folder / "env", symlinks=True)
-    place = {"base": str(folder / "env"), "platbase": str(folder / "env")}
-    packages = Path(sysconfig.get_path("purelib", "venv", place))
-    zipfile.ZipFile(wheel).extractall(packages)
-    # Python reads no .pth files in a directory that is added so: one of them leads to the checkout.
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return str(folder / "env" / "bin" / "python")
+    return install(build("wheel", folder), folder / "env")
 
 
 @pytest.fixture

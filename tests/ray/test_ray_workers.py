@@ -46,7 +46,7 @@ async def test_two_actors_answer_and_end_with_the_batcher(
     assert ("ray" in sys.modules) is loads_ray
     with watch:
         assert watch.survivors(LIMIT) == []
-    ready = [record.getMessage() for record in caplog.records if "is ready" in record.msg]
+    ready = [record.getMessage() for record in caplog.records if "ready in" in record.msg]
     assert all(any(f"(pid {pid} on " in line for line in ready) for pid in pids)
     assert any(f"on {OTHER})" in line for line in ready)
 

@@ -1,15 +1,17 @@
-"""What a worker raises when it cannot import the model's module.
+"""What a worker raises when it cannot import the model's module, and what it tells of a GPU.
 
 Everything else about loading is shown with real workers, in `test_batcher_processes.py`.
 """
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from models.base import Echo
 
 from fast_batcher._transport import pickling
-from fast_batcher._worker.model import load_model
+from fast_batcher._worker.model import find_gpu, import_model
 
 
 class Misspells(Echo):
@@ -23,9 +25,35 @@ def test_a_module_that_misses_another_raises_what_it_raises(
     (tmp_path / "needs_another.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        load_model(pickling.dumps(("needs_another:Model", (), {})))
+        import_model(pickling.dumps(("needs_another:Model", (), {})))
 
 
 def test_a_misspelt_hook_of_a_model_that_is_given_as_text_is_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match=r"Misspells\.closes looks like close"):
-        load_model(pickling.dumps((f"{__name__}:Misspells", (), {})))
+        import_model(pickling.dumps((f"{__name__}:Misspells", (), {})))
+
+
+def test_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        """As `torch.cuda`."""
+
+        def __init__(self, fault: Exception | None = None) -> None:
+            self.fault = fault
+
+        def is_initialized(self) -> bool:
+            return True
+
+        def current_device(self) -> int:
+            return 1
+
+        def memory_allocated(self) -> int:
+            if self.fault is not None:
+                raise self.fault
+            return 4096
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert find_gpu() == ("", 0)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Cuda()))
+    assert find_gpu() == ("cuda:1", 4096)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Cuda(RuntimeError("no driver"))))
+    assert find_gpu() == ("", 0)

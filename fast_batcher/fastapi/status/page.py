@@ -22,14 +22,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fastapi import APIRouter
 from fastapi.params import Depends
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from fast_batcher._process import monotonic
+from fast_batcher._process import monotonic, read_rss
 from fast_batcher._session.life import call_on_end
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import ConfigurationError
@@ -168,7 +167,6 @@ def _of_requests(recorder: Recorder, now: float) -> Iterator[Problem]:
             yield Problem(level, f"{count:,} {noun} {verb} within a minute", detail)
 
 
-_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 # An explanation takes some milliseconds, and is about the last thousand batches.
 EXPLAIN_SECONDS = 5.0
 # A text takes milliseconds, and a second may pass until a page asks for the next one.
@@ -317,7 +315,7 @@ def _named(values: Quantiles) -> dict[str, float | None]:
 def _describe_seat(seat: Seat, batcher_state: str, now: float) -> dict[str, Any]:
     """Describe a worker, as far as its batcher still has it."""
     state, pid = seat.state, seat.pid
-    memory = None if pid is None or seat.node else _read_memory(pid)
+    memory = None if pid is None or seat.node else read_rss(pid) or None
     if batcher_state in ("new", "closed") and state != "unknown":
         state, pid = "retired", None
     elif batcher_state == "broken" and state == "loading" and memory is None:
@@ -334,14 +332,6 @@ def _describe_seat(seat: Seat, batcher_state: str, now: float) -> dict[str, Any]
         "exit_text": seat.exit_text,
         "exit_age": now - seat.exited_at if seat.exit_text else None,
     }
-
-
-def _read_memory(pid: int) -> int | None:
-    """Return the resident memory of a process in bytes, None where it cannot be read."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_SIZE
-    except (OSError, IndexError):  # it has just ended, or this is no Linux
-        return None
 
 
 # Seconds between two events.

@@ -129,7 +129,7 @@ class Recorder(Observer):
         self._timer: asyncio.TimerHandle | None = None
         self.slots: deque[Slot] = deque(maxlen=SLOTS)
         self._first = int(monotonic() // SLOT_SECONDS)
-        self.seats = [Seat() for _ in range(num_workers)]
+        self.seats: list[Seat] = [Seat() for _ in range(num_workers)]
         # Moments at which workers were lost; more than this in five minutes is as bad.
         self.losses: deque[float] = deque(maxlen=100)
 
