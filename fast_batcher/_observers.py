@@ -280,7 +280,7 @@ class Observers:
         Context().run(self._tell, event, self.active)
 
     def tell_some(self, event: Event, *, follow: bool) -> None:
-        """Call the observers that follow batches, or those that do not."""
+        """Call the observers that follow batches, or the others."""
         observers = [observer for observer in self.active if (observer in self.followers) == follow]
         Context().run(self._tell, event, observers)
 

@@ -162,7 +162,7 @@ def opened_descendants(pid: int) -> Iterator[list[int]]:
 
 
 def send_signal(pidfds: list[int], number: signal.Signals) -> None:
-    """Send a signal to processes, except those that have ended or belong to another user."""
+    """Send a signal to processes; skip ended ones and processes of other users."""
     for pidfd in pidfds:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, number)

@@ -1,7 +1,7 @@
 """`DynBatcher`: the public interface of a batcher, its life cycle and its documentation.
 
 Runs in the API process, on the event loop's thread; `submit` and `stop` on any thread. A `Session`
-(`_session/session.py`), made anew by each opening, does the work: this module queues and dispatches
+(`_session/session.py`), one for each opening, does the work: this module queues and dispatches
 nothing itself. `Status` holds the one state of a batcher; whether it takes calls, is draining or
 has ended is derived from it.
 """
@@ -244,8 +244,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             timeout: Seconds from now until the call fails, `math.inf` for no limit, None for the
                 batcher's `timeout`. Includes the start of the workers. A timeout given here is also
                 a target: a call that cannot be answered in that time is rejected at once.
-            priority: -100 to 100. Inputs of higher priority go first; equal ones go in order of
-                arrival, and lower ones fill the room that is left in a batch. Every eighth batch
+            priority: -100 to 100. Inputs of higher priority go first, and inputs of equal priority
+                in order of arrival; lower priorities fill the rest of a batch. Every eighth batch
                 goes by age alone, so that no input starves.
 
         Returns:
@@ -304,17 +304,17 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> list[OutputT]:
         """Wait for the outputs of many inputs, in their order.
 
-        A few batches of inputs are queued at a time, so that other callers get their turns. Each
+        A few batches of inputs are queued at a time, so that other callers are served, too. Each
         input counts as one request against `max_queue_size`.
 
         Args:
             values: Inputs as for `process_batched`; without inputs the result is an empty list.
-                Values that are one input are rejected: a text, a mapping, a table, a named tuple.
+                A single input is rejected: a text, a mapping, a table, a named tuple.
             timeout: As for `process_batched`, for all inputs together.
             priority: As for `process_batched`, for each input.
 
         Raises:
-            ConfigurationError: `values` is one input.
+            ConfigurationError: `values` is a single input.
             BatcherError: The errors of `process_batched`. The first input that fails ends the call,
                 also if it was rejected because of `max_latency`; the other inputs are cancelled.
 
@@ -387,8 +387,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         rows = await offload(is_long, split_rows, batch, collation)
         if not rows:
             raise CollationError(
-                "the input is a batch of no rows, so nothing says what the outputs would look "
-                "like; do not send it"
+                "the input is a batch without rows, so the type of the outputs is unknown; "
+                "omit the call"
             )
         outputs = await self.process_many(rows, timeout=timeout, priority=priority)
         joining = dataclasses.replace(collation, batch_dim=collation.batch_dim[::-1])
@@ -447,12 +447,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             dtype: The dtype of the array, in any form that NumPy accepts.
 
         Returns:
-            An uninitialized array. It is an ordinary one if it is too small or too large for shared
-            memory, if there is no room, or if the system would take milliseconds to provide the
-            memory.
+            An uninitialized array. It is outside of shared memory if it is too small or too large,
+            if there is no room, or if the system would take milliseconds to provide the memory.
 
         Raises:
-            TypeError: The dtype does not exist, or a size is no whole number.
+            TypeError: The dtype does not exist, or a size is not a whole number.
             ValueError: The shape is invalid.
             RuntimeError: No event loop runs in this thread.
         """
@@ -504,7 +503,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def begin_drain(self) -> None:
         """Reject new requests and report not ready, while accepted requests are finished.
 
-        Call it in a preStop hook, or some time before `aclose`. May be called again.
+        Call this in a preStop hook, or some time before `aclose`. May be repeated.
         """
         if self._status.state in (State.NEW, State.OPENING, State.OPEN, State.BROKEN):
             self._status.move(Event.DRAIN)
@@ -512,7 +511,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 self._session.begin_drain()
 
     async def aclose(self) -> None:
-        """Finish the accepted requests, then end the workers. May be called again, in any state.
+        """Finish the accepted requests, then stop the workers. May be repeated, in any state.
 
         Requests that are not answered within `drain_timeout` fail with `BatcherClosedError`.
         Workers that do not end within `stop_timeout` are terminated, and then killed.
@@ -545,12 +544,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             closing.set_result(None)
 
     def stop(self) -> None:
-        """Close at once, from synchronous code, in any state. May be called again.
+        """Close at once, from synchronous code, in any state. May be repeated.
 
-        Unanswered requests fail with `BatcherClosedError`. Blocks until the workers are dead: up to
-        `stop_timeout` seconds if a worker computes, and half a second more if it must be killed.
-        May be called after the event loop has been closed, whose callers then get no error. From
-        another thread it runs on the loop's thread, and waits for it.
+        Unanswered requests fail with `BatcherClosedError`. Blocks until the workers have exited: up
+        to `stop_timeout` seconds if a worker computes, and half a second more if it must be killed.
+        May be called after the event loop has been closed; then its callers get no error. A call on
+        another thread runs on the loop's thread, and waits for the result.
         """
         session, grace = self._session, self._settings.stop_timeout
         if session is not None and session.binding.is_forked:
@@ -627,7 +626,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         SECONDS_OR_ZERO.check("lame_duck", lame_duck)
         if lame_duck and not drain_on_sigterm:
             raise ConfigurationError(
-                f"lame_duck={lame_duck}: without drain_on_sigterm=True it has no meaning"
+                f"lame_duck={lame_duck}: it has no effect without drain_on_sigterm=True"
             )
 
         @asynccontextmanager
@@ -655,25 +654,26 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> None:
         """Replace the workers by workers whose model has other arguments, for example new weights.
 
-        One worker after the other is replaced, each when its successor has loaded the model: for a
-        while there is one more copy of it, and requests are answered by one model or the other. If
-        a successor cannot load it, all workers go back to the arguments of before. A broken batcher
-        is opened with the new arguments. With `shared` a reload is that of all server processes.
+        The workers are replaced one by one, each when its successor has loaded the model. For a
+        while there is one more copy of the model, and each request is answered by the old or the
+        new model. If a successor cannot load the model, all workers return to the previous
+        arguments. A broken batcher is opened with the new arguments. With `shared` the reload
+        applies to all server processes.
 
         Args:
-            model_args: Positional arguments of the model's constructor, None for the present ones.
-            model_kwargs: Keyword arguments of the model's constructor, None for the present ones.
+            model_args: Positional arguments of the model's constructor, None for the current ones.
+            model_kwargs: Keyword arguments of the model's constructor, None for the current ones.
 
         Raises:
             WorkerStartupError: A worker could not load the model; its cause is the traceback.
             BatcherClosedError: The batcher is draining or closed, or was closed meanwhile.
             NotReadyError: The batcher has not been opened.
-            WorkerLostError: The host process of a `shared` batcher died meanwhile. The next one
-                has the arguments of before, or the new ones if all workers had loaded them.
+            WorkerLostError: The host process of a `shared` batcher died meanwhile. The next host
+                has the previous arguments, or the new ones if all workers had loaded them.
             ConfigurationError: An argument is wrong; or another reload runs, with `shared` in any
                 server process.
 
-        Cancellation: safe; the reload goes on.
+        Cancellation: safe; the reload continues.
         """
         await self._status.wait_while_opening()
         if self._status.state is not State.BROKEN:
@@ -696,15 +696,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         await asyncio.shield(self._reload)
 
     def reconfigure(self, **changes: Unpack[Reconfiguration]) -> None:
-        """Change settings while the batcher runs: all given settings, or none if one is wrong.
+        """Change settings while the batcher runs; if one is invalid, change none.
 
         Accepted requests are kept, with their targets and deadlines. If more requests wait than the
         new `max_queue_size` allows, new requests are rejected until there is room; sent batches do
         not change.
 
-        More workers load the model while the others serve. Of fewer workers those with the highest
-        indexes get no further batches, and end with their last one: no request is lost. While a
-        reload runs, the number of workers changes at its end.
+        Additional workers load the model while the others serve. If the number decreases, the
+        workers with the highest indexes finish their batches, get no new ones, and exit; no request
+        is lost. A change during a reload takes effect at the end of the reload.
 
         Args:
             changes: `max_batch_size`, `max_delay`, `max_queue_size`, `max_latency` and
@@ -730,7 +730,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     # State and statistics.
 
     def explain(self) -> Explanation:
-        """Explain what limits the size of the recent batches, and what would change it.
+        """Explain the limit of the recent batch sizes, and the predicted gain of other settings.
 
         Returns:
             Figures and a cause; `str` gives them in sentences. The load and the gains are
@@ -739,10 +739,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         return Explanation() if self._session is None else self._session.explain()
 
     def add_observer(self, observer: Observer) -> None:
-        """Call an observer from now on, as if it had been given at construction.
+        """Add an observer; it gets all events from now on.
 
         Raises:
-            ConfigurationError: It is no `fast_batcher.observing.Observer`.
+            ConfigurationError: `observer` is not a `fast_batcher.observing.Observer`.
         """
         OBSERVERS.check("observer", [observer])
         self._ledger.observers.add(observer)
@@ -765,7 +765,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     @property
     def start_error(self) -> BatcherError | None:
-        """Error that has broken the batcher, None if it is not broken."""
+        """Error that made the batcher broken; None if it is not broken."""
         return self._status.broken_error()
 
     @property
@@ -804,9 +804,8 @@ class DynBatcher(Generic[InputT, OutputT]):
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled, as a part of an app would be."""
         raise TypeError(
-            f"{self.name}: a batcher has processes and cannot be copied or pickled; build the app "
-            "and its batcher in a function, and give this function to whatever starts the app "
-            "in another process"
+            f"{self.name}: a batcher owns processes and cannot be copied or pickled; build the app "
+            "and its batcher in a function, and pass this function to the other process"
         )
 
     def __repr__(self) -> str:
@@ -866,7 +865,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             raise
         if model.spec is not spec:
             raise ConfigurationError(
-                f"{self.name}: another server process has reloaded it meanwhile"
+                f"{self.name}: another server process has reloaded the model meanwhile"
             )
 
     def _note_reload(self, done: Future[None]) -> None:
@@ -960,6 +959,6 @@ def _check_platform() -> None:
     # process that imports the main module, and so on.
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
         raise ConfigurationError(
-            "a batcher is being opened while a worker process imports the main module; put what "
-            "the script does under `if __name__ == '__main__':`"
+            "a batcher is being opened while a worker process imports the main module; guard the "
+            "statements of the script with `if __name__ == '__main__':`"
         )

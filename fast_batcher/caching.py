@@ -23,7 +23,7 @@ DIGEST_SIZE = 20
 
 
 class LRUCache:
-    """A cache in the memory of one process, which drops the outputs that were not used longest.
+    """A least-recently-used cache in the memory of one process.
 
     Keys are values of any type that can be pickled. Keys are equal if `hash_input` returns the same
     hash for both: 1, 1.0 and True are three keys.

@@ -135,7 +135,7 @@ def _find_option(name: str, source: str) -> Option:
     if name in OPTIONS or name in ("model_args", "model_kwargs"):
         raise ConfigurationError(f"{source}: {name} can only be given in the code")
     raise ConfigurationError(
-        f"{source}: {name!r} is no option of a batcher{suggest_parameter(name, _AVAILABLE)}"
+        f"{source}: {name!r} is not an option of a batcher{suggest_parameter(name, _AVAILABLE)}"
     )
 
 

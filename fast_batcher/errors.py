@@ -17,7 +17,7 @@
             PoisonRequestError                 this request was on two dying workers
             TransportError                     a channel broke or carried garbage
 
-All of them survive pickling. Only `fast_batcher.fastapi` knows HTTP statuses.
+All errors can be pickled. Only `fast_batcher.fastapi` knows HTTP statuses.
 """
 
 import builtins
@@ -48,7 +48,7 @@ _FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
 
 
 class BatcherError(Exception):
-    """Base of every error of this library."""
+    """Base class of all errors of this library."""
 
 
 class ConfigurationError(BatcherError, ValueError):
@@ -122,7 +122,7 @@ class WorkerStartupError(WorkerError):
 
 
 class WorkerLostError(WorkerError):
-    """The worker process died while it had this request; the message says how."""
+    """The worker process died while it computed this request; the message has the cause."""
 
 
 class PoisonRequestError(WorkerError):

@@ -55,9 +55,9 @@ def batchable(
 ) -> Any:
     """Mark a method of an `InferenceModel` whose calls are batched, besides `infer`.
 
-    The method takes and returns what `infer` does: a list with 1 to `max_batch_size` inputs, and
-    one output per input. Call it with `batcher.methods.NAME.process_batched(value)`. Batches of all
-    methods run on the same workers, one at a time, the oldest request first.
+    The method has the signature of `infer`: it takes a list with 1 to `max_batch_size` inputs, and
+    returns one output per input. Call it with `batcher.methods.NAME.process_batched(value)`.
+    Batches of all methods run on the same workers, one at a time, the oldest request first.
 
     Args:
         function: The method, if `@batchable` is written without parentheses.
@@ -79,8 +79,8 @@ def batchable(
             vars(function)[MARK] = MethodOptions(max_batch_size, collation)
         except TypeError as error:
             raise ConfigurationError(
-                f"batchable: {function!r:.100} is no function; write @batchable() above a method "
-                "of the model's class"
+                f"batchable: {function!r:.100} is not a function; write @batchable() above a "
+                "method of the model's class"
             ) from error
         return function
 
@@ -103,10 +103,10 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     Subclass it, load the weights in `__init__`, and pass the *class* to a `DynBatcher`. Every
     worker process makes one instance and calls its methods from one thread, one after the other.
 
-    A model may also have `prepare(self, value)`, which makes of an input what `infer` gets, and
-    `finish(self, output)`, which makes of an output what the caller gets. These run in other
-    threads, one call per request, while `infer` computes another batch; an error fails that request
-    alone. See docs/stages.md.
+    A model may also have `prepare(self, value)`, which converts an input for `infer`, and
+    `finish(self, output)`, which converts an output for the caller. These run in other threads, one
+    call per request, while `infer` computes another batch; an error fails only that request. See
+    docs/stages.md.
     """
 
     # How inputs become one batch. `infer` then takes and returns one array, tensor or structure of
@@ -144,7 +144,7 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
 
         Raises:
             Exception: Any exception reaches the callers of this batch as an `InferenceError` that
-                is also an instance of the raised type. The worker goes on serving.
+                is also an instance of the raised type. The worker continues to serve.
         """
 
     def warmup_inputs(self) -> Sequence[InputT]:
@@ -251,7 +251,7 @@ def check_model(
     except Exception as error:
         raise ConfigurationError(
             f"{describe_arguments(args, kwargs)}: they cannot be pickled ({error}), so they cannot "
-            "reach the worker; pass a path or a name instead and load the thing in the model's "
+            "reach the worker; pass a path or a name instead and load the object in the model's "
             "__init__"
         ) from error
     if len(pickled) > max_frame_bytes:

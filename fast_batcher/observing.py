@@ -63,7 +63,7 @@ class AnsweredRequest:
 class BatchAnswered:
     """A worker has answered a batch.
 
-    Requests that ended before, because they expired or their callers left, have been told as
+    Requests that ended before, because they expired or their callers left, were reported as
     `RequestEnded` and are not in `requests`.
     """
 
@@ -114,7 +114,7 @@ class WorkerChanged:
     # `BatcherStats.restarts` counts these. Before "lost" a worker is "recycled" if another has
     # taken its place, and "removed" if there are to be fewer workers.
     change: WorkerChange
-    # Of its process, None where there is none.
+    # Id of its process; None for a worker without a process.
     pid: int | None
     # How it ended, as "exit code 3" or "signal 9 (SIGKILL)"; "" while it lives.
     exit_text: str = ""
@@ -124,9 +124,9 @@ class WorkerChanged:
 
 @dataclass(frozen=True, slots=True)
 class CacheUsed:
-    """A call of a `DynBatcher` with a cache has found its output, has not, or has joined another.
+    """A call of a `DynBatcher` with a cache was a hit or a miss, or joined an equal call.
 
-    Told in the process of the call, also with `shared=True`. Only a miss becomes a request.
+    Reported in the process of the call, also with `shared=True`. Only a miss becomes a request.
     """
 
     model: str
@@ -145,10 +145,10 @@ class CollectionPaused:
 
 @dataclass(frozen=True, slots=True)
 class ReporterChanged:
-    """This process has begun or ceased to report a batcher with `shared`.
+    """This process started or stopped reporting a batcher with `shared`.
 
     One server process at a time reports: its observers get the events of all server processes, and
-    its gauges stand for all. Without a host process each server process reports for itself.
+    its gauges apply to all. Without a host process each server process reports for itself.
     """
 
     model: str
@@ -157,7 +157,7 @@ class ReporterChanged:
 
 @dataclass(frozen=True, slots=True)
 class CarriedContext:
-    """A caller's context, as far as other processes need it with `shared`."""
+    """The part of a caller's context that other processes need with `shared`."""
 
     # Makes the context current while it is entered; it is pickled.
     manager: AbstractContextManager[Any]
@@ -169,9 +169,9 @@ class CarriedContext:
 class Observer:
     """Base class of observers; each method does nothing unless it is overridden.
 
-    Every request is told once: in the `requests` of its batch, or as a `RequestEnded`. With
-    `shared` it is told in one of the server processes. With `needs_context` this is for a batch the
-    process of its first caller whose context is followed: see `carry_context`.
+    Every request is reported once: in the `requests` of its batch, or as a `RequestEnded`. With
+    `shared` it is reported in one of the server processes. With `needs_context`, a batch is
+    reported in the process of its first caller whose context is followed: see `carry_context`.
     """
 
     # Whether it follows requests and batches, for traces: the events carry the context of each
@@ -188,16 +188,16 @@ class Observer:
         """
 
     def carry_context(self, context: Context) -> CarriedContext | None:
-        """Make the context of a caller known to other processes.
+        """Return the part of a caller's context that other processes need.
 
         Called if `needs_context` is True, for each request of a batcher with `shared`. In the
-        process that is told of the batch, `BatchDispatched.contexts` has the contexts of its own
+        process that gets the batch's events, `BatchDispatched.contexts` has the contexts of its own
         callers, and for other callers contexts in which `CarriedContext.manager` was entered. If no
         caller of a batch is followed, the manager of the first one is entered around its
         computation.
 
         Returns:
-            None if this caller means nothing to the observer. By default every caller is followed,
+            None if the observer ignores this caller. By default every caller is followed,
             and nothing of its context reaches other processes.
         """
         return CarriedContext(nullcontext())
@@ -218,7 +218,7 @@ class Observer:
         """Take note of a call that used the cache."""
 
     def reporter_changed(self, event: ReporterChanged) -> None:
-        """Take note of whether this process reports for all server processes; see the event."""
+        """Take note that this process started or stopped reporting; see the event."""
 
     def collection_paused(self, event: CollectionPaused) -> None:
         """Take note of a garbage collection of this process."""

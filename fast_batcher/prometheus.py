@@ -60,11 +60,11 @@ SECONDS = (*(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05), *(0.1, 0.25, 0.5,
 
 
 def instrument(batcher: DynBatcher[Any, Any], registry: CollectorRegistry | None = None) -> None:
-    """Keep Prometheus metrics of a batcher from now on.
+    """Record Prometheus metrics of a batcher from now on.
 
     Batchers share the metrics of a registry, and differ in the label `model`, the batcher's name.
-    Batchers of the same name are added up. A second call for the same batcher and registry has no
-    effect.
+    Batchers with the same name share their metrics, which are sums. A second call for the same
+    batcher and registry has no effect.
 
     Args:
         batcher: The batcher, open or not.

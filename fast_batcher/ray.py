@@ -47,14 +47,14 @@ AMOUNT = Range("0 or more", _check_amount)
 
 @dataclass(frozen=True)
 class RayWorkers(RemoteWorkers):
-    """`num_workers` Ray actors, each with a copy of the model: `DynBatcher(..., workers=this)`.
+    """Workers of a `DynBatcher` as Ray actors: `DynBatcher(..., workers=RayWorkers(2))`.
 
     This machine must be a node of the cluster: `ray start --address=HEAD:6379 --num-cpus=0`.
 
     Args:
-        num_workers: Actors; or the least and the most, which follow the predicted backlog.
+        num_workers: Number of actors, each with a copy of the model; or the fewest and the most.
         num_cpus: CPUs that Ray reserves for each; numeric libraries use as many threads.
-        num_gpus: GPUs that Ray reserves for each, which sees no others; may be a fraction.
+        num_gpus: GPUs that Ray reserves for each actor, the only ones it sees; may be a fraction.
         resources: Amounts of custom resources that Ray reserves for each.
         scheduling_strategy: As in Ray: "DEFAULT", "SPREAD", or an object of Ray's.
         runtime_env: As in Ray: `working_dir`, `py_modules`, `pip`, `env_vars` and others. It brings

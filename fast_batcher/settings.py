@@ -83,7 +83,7 @@ class Reconfiguration(TypedDict, total=False):
 
 
 class RemoteWorkers:
-    """Workers that are no processes of this machine: see `fast_batcher.ray.RayWorkers`."""
+    """Workers on other machines: see `fast_batcher.ray.RayWorkers`."""
 
     num_workers: int | tuple[int, int]
 
@@ -134,7 +134,7 @@ def duration(*, zero_allowed: bool = False, unit: str = "seconds") -> Range:
 
 
 def choice(choices: tuple[str, ...]) -> Range:
-    """Return the range of some texts."""
+    """Return the range of a choice between strings."""
     names = ", ".join(map(repr, choices))
 
     def check(name: str, value: Any) -> None:
@@ -172,9 +172,7 @@ def _check_switch(name: str, value: object) -> None:
 
 def _check_label(name: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ConfigurationError(
-            f"{name}={value!r}: give a printable, non-empty string or leave it"
-        )
+        raise ConfigurationError(f"{name}={value!r}: give a printable, non-empty string or omit it")
 
 
 def _check_function(name: str, value: object) -> None:
@@ -457,7 +455,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not is_given:
                 raise ConfigurationError(
-                    f"{name}={value!r:.100}: without {needed} it has no meaning; {remedy}"
+                    f"{name}={value!r:.100}: it has no effect without {needed}; {remedy}"
                 )
         self._resolve_devices()
 
@@ -466,8 +464,8 @@ class Settings:
         if self.devices is None:
             if self.workers_per_device != 1:
                 raise ConfigurationError(
-                    f"workers_per_device={self.workers_per_device}: without devices it has no "
-                    "meaning; give devices=, or num_workers="
+                    f"workers_per_device={self.workers_per_device}: it has no effect "
+                    "without devices; give devices=, or num_workers="
                 )
             return
         devices = name_devices(self.devices, os.environ)
@@ -494,14 +492,14 @@ class Settings:
         for name, remedy in _OF_THIS_MACHINE.items():
             if getattr(self, name) != OPTIONS[name].default:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r:.100}: it has no meaning for workers= on a "
+                    f"{name}={getattr(self, name)!r:.100}: it has no effect with workers= on a "
                     f"cluster; {remedy}"
                 )
         object.__setattr__(self, "num_workers", count)
 
     @property
     def has_host(self) -> bool:
-        """Whether the workers belong to a host process, and not to this one."""
+        """Whether the workers belong to a host process."""
         return bool(self.shared) or self.workers is not None
 
     @property
@@ -520,7 +518,7 @@ class Settings:
 
     @property
     def fewest_workers(self) -> int:
-        """Workers that are started at first, and never fewer."""
+        """Smallest number of workers, started at first."""
         return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
@@ -534,7 +532,7 @@ class Settings:
         unknown = sorted(set(changes) - set(names))
         if unknown:
             raise ConfigurationError(
-                f"{unknown[0]}: it cannot be changed while the batcher runs; what can is "
+                f"{unknown[0]}: it cannot be changed while the batcher runs; these can be: "
                 f"{', '.join(names)}"
             )
         count = changes.get("num_workers", self.num_workers)
@@ -551,7 +549,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Option:
-    """A setting as documents, files and command lines need it."""
+    """Description of a setting for documents, files and command lines."""
 
     name: str
     # Types of a value that can be written as text: int, float, bool, str, list for several texts,

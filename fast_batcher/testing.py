@@ -4,10 +4,10 @@
         with TestClient(app) as client:
             ...
 
-While a kit is active, the batchers that open compute on threads of this process. Everything else is
-what serves in production: the scheduler, the policies, the deadlines, the errors, and the pickling
-of inputs and outputs. No process is started, so tests are fast, `breakpoint()` stops in `infer`,
-coverage sees it, and `monkeypatch` reaches it.
+While a kit is active, the batchers that open compute on threads of this process. The scheduler, the
+policies, the deadlines, the errors, and the pickling of inputs and outputs are the same as in
+production. No process is started, so tests are fast, `breakpoint()` works in `infer`, coverage
+measures it, and `monkeypatch` can patch it.
 
 See docs/testing.md.
 """
@@ -82,8 +82,8 @@ class BatcherKit:
             With both, the kit records batches, holds them, and lets calls fail.
 
     Use it as a context manager. At its end the batchers that it has served are closed. Its methods
-    may be called on any thread. A batcher with `shared=True` or with workers on a cluster has
-    workers of its own here.
+    may be called on any thread. `shared=True` and workers on a cluster have no effect: each
+    batcher has local workers of its own.
 
     Raises:
         ConfigurationError: `workers` is neither "threads" nor "processes".
@@ -95,7 +95,7 @@ class BatcherKit:
                 f"workers={workers!r:.100}: give one of {', '.join(get_args(WorkerKind))}"
             )
         self.workers: WorkerKind = workers
-        # Batches in the order in which they left, with those that are tried again.
+        # Batches in the order in which they left, retries included.
         self.batches: list[FormedBatch] = []
         self._latency = 0.0
         # Requests that must wait before a batch leaves; 0 while nothing is held.
@@ -125,7 +125,7 @@ class BatcherKit:
 
     @property
     def latency(self) -> float:
-        """Seconds that each batch takes besides the model's; to be set, for workers in threads."""
+        """Seconds added to the time of each batch; settable, for workers in threads."""
         return self._latency
 
     @latency.setter
@@ -167,7 +167,7 @@ class BatcherKit:
         *,
         batcher: str | None = None,
     ) -> None:
-        """Let the next calls fail, each with this error, before they are queued.
+        """Make the next calls fail with this error, before they are queued.
 
         Args:
             error: An error of this library, as `QueueFullError("full", retry_after=2)`, or of the
@@ -176,7 +176,7 @@ class BatcherKit:
             batcher: Name of the batcher whose calls fail; None for the next calls of any.
 
         Raises:
-            ConfigurationError: `count` is wrong, or `error` is no exception.
+            ConfigurationError: `count` is invalid, or `error` is not an exception.
         """
         COUNT.check("count", count)
         kind = error if isinstance(error, type) else type(error)
@@ -186,7 +186,7 @@ class BatcherKit:
             self._faults.append(_Fault(error, batcher, count))
 
     def reset(self) -> None:
-        """Forget the batches and the faults so far, and the latency: for the next test."""
+        """Clear the batches, the faults and the latency for the next test."""
         with self._lock:
             self._faults.clear()
         self.batches.clear()

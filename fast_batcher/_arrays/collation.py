@@ -215,7 +215,7 @@ def _check_names(name: str, by_feature: object) -> Mapping[str, Any]:
 
 def _check_name(name: str, value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigurationError(f"{name}={value!r:.100}: give a name, or leave it")
+        raise ConfigurationError(f"{name}={value!r:.100}: give a name, or omit it")
     return value
 
 

@@ -128,7 +128,7 @@ def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
     if not _fits(value, spec.kind, spec.dtype):
         raise CollationError(
             f"{named(feature)}: the pad value {value!r} does not fit dtype {spec.dtype}; choose "
-            f"one that does, as in Collation.pad(values={{{feature!r}: ...}})"
+            f"a value that fits, as in Collation.pad(values={{{feature!r}: ...}})"
         )
     shape = tuple([None if axis in axes else n for axis, n in enumerate(spec.shape)])
     return spec._replace(shape=shape)
@@ -348,12 +348,12 @@ def _refuse_plain_list(value: Any) -> bool:
 def _check_mask(value: Any, name: str) -> None:
     if not isinstance(value, Mapping):
         raise CollationError(
-            f"mask={name!r} becomes a key of every input, and this one is a "
+            f"mask={name!r} adds a key to every input, but this input is a "
             f"{type(value).__qualname__}; send dicts"
         )
     if name in value:
         raise CollationError(
-            f"mask={name!r}: the input has this key already; leave it out, or the mask"
+            f"mask={name!r}: the input has this key already; remove the key, or omit mask="
         )
 
 
@@ -376,10 +376,8 @@ def _make_mask(row: Row, name: str, mask_of: str | None) -> tuple[Any, Spec]:
             f"mask={name!r}: the padded features of the input have the lengths {sorted(sizes)}; "
             "name the one that the mask describes with mask_of"
         )
-    described = "none at all" if mask_of is None else f"no {mask_of!r}"
-    raise CollationError(
-        f"mask={name!r} describes a padded feature, and of those the input has {described}"
-    )
+    missing = "none" if mask_of is None else f"no padded {mask_of!r}"
+    raise CollationError(f"mask={name!r} describes a padded feature, and the input has {missing}")
 
 
 def describe_difference(row: Row, other: Row) -> str:
@@ -413,7 +411,7 @@ _ATOMS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 def join(rows: Sequence[Any], collation: Collation) -> Any:
     """Join one or more rows to one structure whose arrays have one axis more, at `batch_dim[0]`."""
     if not rows:
-        raise CollationError("there are no rows to join: what is joined needs one or more")
+        raise CollationError("there are no rows to join; give one or more")
     first = make_row(rows[0], collation)
     # Of the other rows only the leaves are kept: the garbage collector stops all threads while it
     # visits a hundred thousand rows with everything that describes them.
@@ -527,8 +525,8 @@ def _split_leaf(
     found = len(leaf) if is_list else row_count(leaf, dim)
     if found is None:
         raise OutputMismatchError(
-            f"{name} has {len(leaf.shape)} axes and no axis batch_dim={dim}; return the "
-            "batch axis too, or say which it is"
+            f"{name} has {len(leaf.shape)} axes and no axis batch_dim={dim}; return "
+            "outputs with a batch axis, or set batch_dim"
         )
     if found != count:
         raise OutputMismatchError(
@@ -565,7 +563,7 @@ def split_rows(batch: Any, collation: Collation) -> list[Any]:
     found = set(counts.values())
     if len(found) != 1:
         raise CollationError(
-            f"the input is no batch: its features have these numbers of rows: {counts}"
+            f"the input is not a batch: its features have different numbers of rows: {counts}"
         )
     return _split(batch, found.pop(), axis, _is_list)
 

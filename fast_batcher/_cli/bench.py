@@ -223,7 +223,7 @@ def _read_run(path: Path) -> Run:
         return Run(**{name: found[name] for name in names} | {"measurements": measurements})
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise LoadError(
-            f"--compare {path}: it is no file that bench --json has written: {error}"
+            f"--compare {path}: it is not a file written by bench --json: {error}"
         ) from None
 
 

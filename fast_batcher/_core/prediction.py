@@ -36,7 +36,7 @@ class SizeCap:
         self.is_watching = False
         # The largest batch that succeeded since the first failure.
         self._good = 0
-        # Full batches that must succeed before a larger try, and those that have.
+        # Full batches that must succeed before a larger try, and full batches that have succeeded.
         self._wait = FIRST_WAIT
         self._seen = 0
         # Size, `is_watching`, `_good` and `_wait` before the batch that is being divided.

@@ -19,7 +19,7 @@ from fast_batcher._core.explanation import HIGH_LOAD
 # Seconds between two measurements: a quarter of `PATIENCE`.
 SCALING_INTERVAL: Final = 0.5
 # A measurement later than this many seconds shows that this process itself was stopped or blocked:
-# requests have piled up meanwhile, and the observation begins anew.
+# requests have piled up meanwhile, and the observation starts again.
 LATENESS: Final = 1.0
 # Seconds for which the backlog must stay above its target. A shorter burst is over before a further
 # worker has loaded its model, which takes a second at least.
@@ -51,14 +51,14 @@ SHRINKING: Final = 0.9
 class WorkerLoad(NamedTuple):
     """The load of a batcher at one moment."""
 
-    # Workers that the batcher should have, ready or not; those that are ready; and whether any
-    # other loads its model or is about to be started.
+    # Target number of workers; number of ready workers; and whether another worker loads its
+    # model or is about to be started.
     wanted: int
     ready: int
     is_loading: bool
     # Whether the restarts of a worker are spent: it neither is ready nor loads.
     is_failing: bool
-    # Requests that have arrived so far, rejected ones included; and those that were rejected
+    # Requests that have arrived so far, rejected ones included; and requests that were rejected
     # because the queue was full or the answer would have been late.
     arrived: int
     rejected: int

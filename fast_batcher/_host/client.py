@@ -313,7 +313,7 @@ class RemoteSession(Session):
             self._link.send(Kind.ABANDON, dumps(abandoned))
 
     def _send(self, requests: list[Request]) -> None:
-        """Send requests, in one frame if their inputs are small; fail those that cannot be sent."""
+        """Send requests, in one frame if their inputs are small; fail unsendable ones."""
         body = dump_atoms([request.value for request in requests], FRAME_SIZE)
         if body is not None:
             self._send_frame(Kind.CALLS, requests, body)

@@ -70,8 +70,8 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
     module = model_spec.module
     if module == "__main__":
         raise ConfigurationError(
-            f"{_name_setting(settings)}: {model_spec.name} is defined in the program that is run, "
-            "which the workers of another process cannot import; put it into a module of its own"
+            f"{_name_setting(settings)}: {model_spec.name} is defined in the main program, which "
+            "the workers of a host process cannot import; move it to a module of its own"
         )
     own = _digest_settings(settings) | _digest_model(model_spec)
     return make_key(settings.shared, own, find_module_file(module), name)

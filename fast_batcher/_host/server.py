@@ -215,7 +215,7 @@ class MemoryRanges:
         self.reuse()
 
     def reuse(self) -> None:
-        """Free the ranges of API processes that are gone, once nobody uses them any more."""
+        """Free the unused ranges of API processes that have exited."""
         for tenant in [*self._leaving]:
             tenant.report_freed()
             number = self._granted.get(tenant.id)
@@ -788,8 +788,7 @@ class HostServer:
             *(name, changed),
         )
         self._loop.remove_reader(self._listener.fileno())
-        # Who waits in the backlog reads an end of file, and replaces the socket that nobody
-        # listens to.
+        # A client in the backlog reads an end of file, and replaces the closed socket.
         self._listener.close()
         self._drop_strangers()
         self._tenancy.asked_to_end(monotonic())

@@ -74,7 +74,9 @@ class OpaquePickler:
         if type(value) is Pickled:
             return value.data
         if type(value) is RowInput:
-            raise UnsendableValueError("its process is gone, or has not sent it again")
+            raise UnsendableValueError(
+                "the process of the input has exited, or has not sent the input again"
+            )
         return dumps(value)
 
 

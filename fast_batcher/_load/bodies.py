@@ -122,7 +122,7 @@ def generate_requests(target: Target, path: str, method: str | None) -> Requests
         return Requests(name.upper(), [b""], "", "")
     kind = next((kind for kind in content if re.match(r"application/(.*\+)?json", kind)), None)
     if kind is None:
-        raise LoadError(f"{path} takes {' or '.join(content)}, which cannot be made: {REMEDY}")
+        raise LoadError(f"{path} takes {' or '.join(content)}, which cannot be generated: {REMEDY}")
     values = _list_values(document, content[kind])
     bodies = list(dict.fromkeys(json.dumps(value).encode() for value in values))
     return Requests(name.upper(), bodies, kind, "made from the app's OpenAPI schema")
@@ -174,7 +174,7 @@ class _Maker:
     def make(self, schema: dict[str, Any], number: int, where: str, depth: int = 0) -> Any:
         """Make a value; another number makes another value where the schema allows it."""
         if depth > DEEPEST:
-            raise LoadError(f"{where} is nested too deeply to be made: {REMEDY}")
+            raise LoadError(f"{where} is nested too deeply to be generated: {REMEDY}")
         schema = self._resolve(schema)
         named = _list_named(schema)
         if named:
@@ -255,7 +255,7 @@ def _make_string(schema: dict[str, Any], number: int, where: str) -> str:
         return FORMATS[form]
     if "pattern" in schema or form == "binary":
         limit = f"of the pattern {schema['pattern']}" if "pattern" in schema else "binary"
-        raise LoadError(f"{where} is {limit}, which cannot be made: {REMEDY}")
+        raise LoadError(f"{where} is {limit}, which cannot be generated: {REMEDY}")
     text = f"Text number {number}."
     least = schema.get("minLength", 0)
     text = " ".join([text] * (1 + least // len(text)))

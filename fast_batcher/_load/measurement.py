@@ -1,4 +1,4 @@
-"""One measurement of a server: starts the clients, waits, and combines their records.
+"""Measurement of a server: starts the clients, waits, and combines their records.
 
 Runs in the command's process, which sleeps meanwhile.
 """
@@ -27,7 +27,7 @@ class LoadError(RuntimeError):
 
 @dataclass(frozen=True)
 class Target:
-    """Where the requests go."""
+    """Address of the server under load."""
 
     host: str
     port: int
@@ -82,7 +82,7 @@ def count_batches(stats: Any) -> Counter[int] | None:
 
 @dataclass(frozen=True)
 class Case:
-    """One path of the server under one load."""
+    """A path of the server and a load."""
 
     name: str
     path: str

@@ -83,5 +83,5 @@ def find_capacity(measurements: Sequence[LoadMeasurement], path: str) -> float:
     capacity = max((s.median for s in spreads if s is not None), default=0.0)
     if not capacity:
         lost = describe_lost(m for m in measurements if m.case.path == path)
-        raise LoadError(f"{path} gave no good answer: {lost or 'raise --seconds'}")
+        raise LoadError(f"{path} got no successful response: {lost or 'raise --seconds'}")
     return capacity

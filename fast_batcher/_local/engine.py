@@ -273,7 +273,7 @@ def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> 
         return outputs
     computing.close()
     raise RuntimeError(
-        "a function that called itself returned something to be awaited; write it with `async def`"
+        "a function that called itself returned an awaitable; define it with `async def`"
     )
 
 

@@ -254,14 +254,14 @@ def bind_weakly(call: Callable[..., Any], instance: object) -> Callable[[list[An
         reference = weakref.ref(instance)
     except TypeError as error:
         raise ConfigurationError(
-            f"{type(instance).__qualname__} has no room for weak references, so that its batcher "
-            "could not be released with it; add '__weakref__' to its __slots__"
+            f"{type(instance).__qualname__} allows no weak references, so its batcher could not "
+            "be released with it; add '__weakref__' to its __slots__"
         ) from error
 
     def call_method(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         if alive is None:  # its callers, which would keep it alive, have gone
-            raise InferenceError("the instance whose method this was is gone")
+            raise InferenceError("the instance of this method has been deleted")
         return call(alive, *args, **kwargs)
 
     return call_method

@@ -461,7 +461,7 @@ class Pool:
             self._restart_later(replica)
 
     def _find_replica(self, worker: WorkerHandle) -> Replica | None:
-        """Return the replica of a worker, None if another worker or nobody has its place."""
+        """Return the replica of a worker, None if it has lost its place."""
         for replica in self._replicas[worker.index : worker.index + 1]:
             if worker in (replica.worker, replica.successor):
                 return replica
@@ -499,7 +499,7 @@ class Pool:
         if self.is_closing or self.reloading is not None or count == len(self._replicas):
             return
         stays = [replica.worker for replica in self._replicas[:count]]
-        # Of those that stay at least one serves, or the next one that is ready looks again.
+        # At least one remaining worker must be ready; else the next ready worker checks again.
         if any(worker is not None and worker.state is WorkerState.READY for worker in stays):
             removed, self._replicas[count:] = self._replicas[count:], []
             for replica in reversed(removed):

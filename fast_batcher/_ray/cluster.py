@@ -7,7 +7,7 @@
 
 Both threads live as long as the process. Ray is initialized on a thread, because on the main thread
 it replaces the signal handlers. Ray ends this process 60 s after the head of the cluster is gone;
-the next host connects anew.
+the next host connects again.
 """
 
 import logging

@@ -152,7 +152,7 @@ class RayWorker(WorkerHandle):
             return super().start_limit
         if self.is_attached:
             return self._cluster.workers.placement_timeout
-        # The workers connect one after the other; the first ones may probe in vain.
+        # The workers connect one after the other; the probes of the first ones may fail.
         return PROBE_TIMEOUT * self._settings.most_workers + 2 * CONNECT_TIMEOUT
 
     def make_timeout_error(self) -> WorkerStartupError:
@@ -252,7 +252,7 @@ class RayWorker(WorkerHandle):
     # Frames to the actor.
 
     def send(self, kind: int, batch_id: int, body: bytes) -> None:
-        """Send a frame, behind those that wait for a reservation."""
+        """Send a frame after the frames that wait for a reservation."""
         if self._backlog:
             self._backlog.append((kind, batch_id, body))
         elif self.is_alive:

@@ -59,7 +59,7 @@ MOST_BYTES: Final = 2**18
 
 
 class _Delivery(NamedTuple):
-    # The callers that still wait. The owner of this list removes those that leave.
+    # The callers that still wait. The owner of this list removes callers that leave.
     callers: list[Request]
     output: Any
 

@@ -82,16 +82,16 @@ class LoopBinding:
         """Raise if the event loop is not closed, so that no other may serve the session."""
         if not self.loop.is_closed():
             raise RuntimeError(
-                f"{self._name}: {call} comes from another event loop than the one that serves it, "
-                "which is still alive; from other threads use submit()"
+                f"{self._name}: {call} was called on another event loop than the batcher's, "
+                "which is not closed; from other threads use submit()"
             )
 
     def require_own_thread(self, call: str) -> None:
         """Raise if this is another thread than the event loop's."""
         if self.runs_elsewhere:
             raise RuntimeError(
-                f"{self._name}: {call} belongs to the thread of the event loop; from another one "
-                "use loop.call_soon_threadsafe"
+                f"{self._name}: {call} must be called on the event loop's thread; from other "
+                "threads use loop.call_soon_threadsafe"
             )
 
     def call(self, function: Callable[..., None], *args: Any) -> bool:
@@ -393,7 +393,7 @@ class Status:
     def unanswered_error(self) -> BatcherError:
         """Make the error for one caller whose request ends without an outcome."""
         return self.broken_error() or BatcherClosedError(
-            f"{self.name} was closed before it had answered"
+            f"{self.name} was closed before it answered"
         )
 
     def reject_call(self, reason: str) -> NoReturn:

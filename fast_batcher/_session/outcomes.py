@@ -235,7 +235,7 @@ def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOut
     """Find the outcomes that a worker has left in its outbox."""
     start, sizes, frozen, items, errors = loads(frame.body)
     if outbox is None:
-        raise TransportError("a worker without an outbox has left something there")
+        raise TransportError("a worker without an outbox announced an answer in its outbox")
     return SharedOutcomes(outbox.find(start, sizes, frozen, items), errors)
 
 

@@ -553,7 +553,9 @@ class LocalSession(Session):
     def _reject_answer(self, frame: Frame) -> None:
         """Raise the error for an answer to a batch that the worker does not have."""
         if not self.scheduler.is_closed:  # after `close` such answers are expected
-            raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
+            raise TransportError(
+                f"a worker answered batch {frame.batch_id}, which it does not have"
+            )
 
     def _fail_batch(self, batch: Batch, requests: list[Request], error: Exception) -> None:
         """Fail requests whose answer cannot be read; their worker will be replaced."""

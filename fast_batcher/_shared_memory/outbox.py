@@ -170,7 +170,7 @@ class OutboxReader:
             in_items = [sum(column) for column in zip(*items, strict=True)]
             if sizes and end <= self._size and in_items == [sizes[0], len(sizes) - 1]:
                 return Answer(self._view[start:end], sizes, {*read_only}, items)
-        raise TransportError("a worker says that it has left an answer where there can be none")
+        raise TransportError("a worker announced an answer at an invalid place in shared memory")
 
     def close_fd(self) -> None:
         """Close the descriptor, so that no other process inherits it; may be called again.

@@ -173,7 +173,7 @@ def unpack_header(header: bytes) -> tuple[int, int]:
     """Return the kind and the length of the body of a frame that was read apart."""
     magic, kind, length, _, _ = _HEADER.unpack(header)
     if magic != _MAGIC or kind not in KIND_NAMES:
-        raise TransportError("the channel carries something that is not a message of ours")
+        raise TransportError("the channel carries bytes that are not a message of fast_batcher")
     return kind, length
 
 
@@ -219,7 +219,7 @@ class FrameReader:
             return None
         magic, kind, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
         if magic != _MAGIC or kind not in KIND_NAMES:
-            raise TransportError("the channel carries something that is not a message of ours")
+            raise TransportError("the channel carries bytes that are not a message of fast_batcher")
         if length > self._max_frame_bytes:
             raise TransportError(
                 f"a frame of {length} bytes was announced, more than max_frame_bytes="

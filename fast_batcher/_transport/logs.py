@@ -162,7 +162,7 @@ class LogReceiver:
                 return
 
     def _receive_one(self) -> bool:
-        """Hand over one record; return False if there is none."""
+        """Hand over one record; return False if no record has arrived."""
         try:
             packed = self._receiver.recv(MAX_BYTES)
         except OSError:

@@ -172,8 +172,8 @@ def _unsendable(output: Any, error: BaseException) -> InferenceError:
     return result
 
 
-# The inputs of a batch: those that could be unpickled, in their order; errors of the others, by
-# position in the batch; and the shared memory of the inputs, for `stack`.
+# The inputs of a batch: the unpickled inputs, in their order; unpickling errors, by position in
+# the batch; and the shared memory of the inputs, for `stack`.
 Inputs = tuple[list[Any], dict[int, SerializedError], list[Piece]]
 
 
@@ -322,7 +322,7 @@ class WorkerChannel(Protocol):
     """The frames to a worker and from it: a `BlockingChannel`, or the calls of an actor."""
 
     def receive(self) -> Frame | None:
-        """Return the next frame; None if there is none any more."""
+        """Return the next frame; None after the last one."""
 
     def send(
         self,

@@ -259,7 +259,7 @@ def load_and_serve(
 def _check_slabs(slabs: SlabViews | OSError | None) -> SlabViews | None:
     if isinstance(slabs, OSError):
         raise WorkerStartupError(
-            f"the worker may not have all of max_shared_bytes; lower it: {slabs}"
+            f"the worker cannot map all of max_shared_bytes; lower it: {slabs}"
         )
     return slabs
 

@@ -264,7 +264,7 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
         return _compute_all(model, max_batch_size)
     except Exception as error:
         raise WorkerStartupError(
-            f"during warm-up with what warmup_inputs() returned: {pickling.one_line(error)}"
+            f"during warm-up with the inputs of warmup_inputs(): {pickling.one_line(error)}"
         ) from error
 
 

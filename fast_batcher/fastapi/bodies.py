@@ -47,7 +47,7 @@ class LimitBody:
 
     def __init__(self, app: ASGIApp, *, timeout: float = BODY_TIMEOUT) -> None:
         if not timeout > 0:
-            raise ConfigurationError(f"LimitBody: timeout={timeout!r}: more than 0 seconds")
+            raise ConfigurationError(f"LimitBody: timeout={timeout!r}: give more than 0 seconds")
         self._app = app
         self._timeout = timeout
 
@@ -78,7 +78,7 @@ class LimitBody:
 
 
 class BodyError(HTTPException):
-    """Raised by `read_body` and `read_array` for a body that they refuse.
+    """Rejection of a body by `read_body` or `read_array`.
 
     `install_exception_handlers` answers it with an `ErrorBody`; without the handlers FastAPI
     answers with status and detail alone.
@@ -92,7 +92,7 @@ class BodyError(HTTPException):
 
 
 async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Read a body of at most `max_bytes` bytes, and never more of it than that.
+    """Read a body of at most `max_bytes` bytes.
 
     Use it in a dependency of an endpoint that takes plain bytes: an encoded image, a sound.
     `LimitBody` limits the time of every body of an app.
@@ -119,7 +119,7 @@ async def read_array(
     max_bytes: int = MAX_BODY_BYTES,
     into: "DynBatcher[Any, Any] | None" = None,
 ) -> "NDArray[Any]":
-    """Read a body that is the bytes of one array, directly into the array.
+    """Read the bytes of one array from a body, directly into the array.
 
     The bytes are not checked: the model must handle NaN and infinity. A file, for example a JPEG,
     is an array too: `read_array(request, -1, "uint8", into=batcher)`.
@@ -181,8 +181,8 @@ def _find_shape(
     step = dtype.itemsize * math.prod(size for size in sizes if size != -1)
     if dtype.hasobject or not dtype.itemsize or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
         raise ConfigurationError(
-            f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, of which "
-            "one may be -1, and numbers of a fixed size"
+            f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: give sizes of 0 or "
+            "more, of which one may be -1, and a numeric dtype of fixed size"
         )
     described = f"an array of shape {sizes!r:.100} and dtype {dtype}"
     if step > max_bytes:  # the text omits `step`, which may have too many digits for Python

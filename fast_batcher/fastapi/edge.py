@@ -76,7 +76,7 @@ def request_timeout(
     """
     if not re.fullmatch(r"[A-Za-z0-9-]+", header):
         raise ConfigurationError(
-            f"header={header!r}: letters, digits and hyphens, for example {TIMEOUT_HEADER!r}"
+            f"header={header!r}: give letters, digits and hyphens, for example {TIMEOUT_HEADER!r}"
         )
     description = "Seconds that the client will wait; it can shorten the server's own limit."
 

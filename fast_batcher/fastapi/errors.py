@@ -177,7 +177,7 @@ def install_exception_handlers(
         debug: Put the traceback of a 500 into the body; never in production.
     """
     if queue_full_status not in (503, 429):
-        raise errors.ConfigurationError(f"queue_full_status={queue_full_status!r}: 503 or 429")
+        raise errors.ConfigurationError(f"queue_full_status={queue_full_status!r}: give 503 or 429")
     if app.middleware_stack is not None:
         raise errors.ConfigurationError(
             "install_exception_handlers(app) must be called before the app starts, where the app "

@@ -188,8 +188,8 @@ def _read_annotations(predict: Callable[[Any], Awaitable[Any]]) -> tuple[Any, An
             for marker in get_args(annotation)[1:]
         ):
             raise ConfigurationError(
-                f"JsonEndpoint({_name(predict)}): {annotation}: it does not do what FastAPI's "
-                "Depends, Query, Header or Body say: use @app.post"
+                f"JsonEndpoint({_name(predict)}): {annotation}: JsonEndpoint does not support "
+                "FastAPI's Depends, Query, Header or Body: use @app.post"
             )
     return annotations
 

@@ -181,7 +181,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
     ),
     "an answer to no batch": (
         pack(Kind.OUTPUT_ATOMS, 12345, pickling.dumps(["forged"])),
-        "an answer to batch 12345, which it does not have",
+        "a worker answered batch 12345, which it does not have",
     ),
 }
 

@@ -172,7 +172,7 @@ def test_a_method_may_be_marked_without_parentheses_and_nothing_else_can_be() ->
             return [2 * value for value in inputs]
 
     assert find_methods(Plain) == {"double": MethodOptions()}
-    with pytest.raises(ConfigurationError, match="batchable: 5 is no function; write"):
+    with pytest.raises(ConfigurationError, match="batchable: 5 is not a function; write"):
         batchable(5)  # type: ignore[call-overload]
 
 

@@ -310,7 +310,7 @@ def test_every_route_has_the_dependencies() -> None:
 
 
 def test_a_page_without_batchers_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="status_router: give the batchers"):
+    with pytest.raises(ConfigurationError, match="status_router: give one or more batchers"):
         status_router()
 
 

@@ -147,7 +147,7 @@ def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None
     assert (response.status_code, response.headers["Retry-After"]) == (429, "7")
     assert response.json()["code"] == "queue_full"
     assert answer_to(errors.NotReadyError("starting"), queue_full_status=429).status_code == 503
-    with pytest.raises(errors.ConfigurationError, match="queue_full_status=418: 503 or 429"):
+    with pytest.raises(errors.ConfigurationError, match="queue_full_status=418: give 503 or 429"):
         install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
 
 
@@ -194,7 +194,7 @@ def test_the_header_may_have_another_name() -> None:
     client = make_timeout_app(header="Patience")
     assert client.get("/", headers={"patience": "0.5"}).json() == 0.5
     assert "Patience" in client.get("/openapi.json").text
-    with pytest.raises(errors.ConfigurationError, match="header='a b': letters"):
+    with pytest.raises(errors.ConfigurationError, match="header='a b': give letters"):
         make_timeout_app(header="a b")
 
 

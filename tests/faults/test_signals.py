@@ -69,7 +69,7 @@ async def test_delayed_handler_is_called() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lame_duck": 5}, "lame_duck=5: without drain_on_sigterm=True"),
+        ({"lame_duck": 5}, "lame_duck=5: it has no effect without drain_on_sigterm"),
         ({"lame_duck": -1, "drain_on_sigterm": True}, "lame_duck=-1: give seconds"),
     ],
 )

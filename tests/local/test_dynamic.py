@@ -252,7 +252,7 @@ def test_a_function_that_returns_an_awaitable_is_awaited_but_not_in_a_call_of_it
     decorated: Any = dynamically(lambda items: answer(items))
     with decorated:
         assert decorated(2) == 4
-        with pytest.raises(RuntimeError, match="write it with `async def`"):
+        with pytest.raises(RuntimeError, match="define it with `async def`"):
             decorated(1)
 
 

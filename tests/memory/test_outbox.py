@@ -165,7 +165,7 @@ def test_an_answer_is_nowhere_but_in_the_outbox(
     outbox: OutboxReader, start: Any, sizes: Any
 ) -> None:
     items = [(sizes[0] if sizes else 0, len(sizes) - 1)]
-    with pytest.raises(TransportError, match="where there can be none"):
+    with pytest.raises(TransportError, match="at an invalid place in shared memory"):
         outbox.find(start, sizes, [], items)
 
 

@@ -135,5 +135,5 @@ def test_a_worker_that_may_not_have_so_much_address_space_says_what_to_lower(
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )
     error, answer = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
-    assert "the worker may not have all of max_shared_bytes; lower it" in error, done.stderr
+    assert "the worker cannot map all of max_shared_bytes; lower it" in error, done.stderr
     assert answer == str(2**20), done.stderr

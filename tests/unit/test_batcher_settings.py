@@ -224,7 +224,7 @@ async def a_coroutine(_: object) -> float:
         ),
         (
             {"max_batch_cost": 8},
-            "max_batch_cost=8: without costs it has no meaning; give cost=, a function from an "
+            "max_batch_cost=8: it has no effect without costs; give cost=, a function from an "
             "input to its cost",
         ),
         (
@@ -234,13 +234,13 @@ async def a_coroutine(_: object) -> float:
         ),
         (
             {"workers_per_device": 2},
-            "workers_per_device=2: without devices it has no meaning; give devices=, or "
+            "workers_per_device=2: it has no effect without devices; give devices=, or "
             "num_workers=",
         ),
         pytest.param(
-            {"key": len}, f"key={len!r}: without a cache it has no meaning; give cache=", id="key"
+            {"key": len}, f"key={len!r}: it has no effect without a cache; give cache=", id="key"
         ),
-        ({"name": ""}, "name='': give a printable, non-empty string or leave it"),
+        ({"name": ""}, "name='': give a printable, non-empty string or omit it"),
         # Without an id of its own the test's name would hold an address.
         pytest.param(
             {"cost": a_coroutine},

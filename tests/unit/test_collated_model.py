@@ -308,8 +308,8 @@ async def test_rows_of_several_callers_share_batches() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (np.zeros((0, 3)), "a batch of no rows"),
-        ([], "a batch of no rows"),
+        (np.zeros((0, 3)), "a batch without rows"),
+        ([], "a batch without rows"),
         (np.float32(1), "has no batch axis 0"),
         ({"x": np.zeros((2, 3)), "y": np.zeros((3, 3))}, "different numbers|numbers of rows"),
         ({"x": 1.0}, "'x' of the input, a float, has no batch axis"),

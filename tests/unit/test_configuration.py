@@ -197,8 +197,8 @@ def test_an_unknown_variable_is_refused(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("max_batch = 1", "'max_batch' is no option of a batcher. Did you mean 'max_batch_"),
-        ("[batchers.other]\ncash = 1", "batchers.other.cash: 'cash' is no option of a batcher"),
+        ("max_batch = 1", "'max_batch' is not an option of a batcher. Did you mean 'max_batch_"),
+        ("[batchers.other]\ncash = 1", "batchers.other.cash: 'cash' is not an option of a batcher"),
         ("batchers = 1", "batchers must be a table with one table for each batcher"),
         ("max_batch_size = ", "Invalid value"),
     ],

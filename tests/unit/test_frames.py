@@ -118,7 +118,7 @@ def header(magic: bytes = b"fbt1", kind: int = int(Kind.OUTPUTS), length: int = 
 @pytest.mark.parametrize("before", [0, 1])
 def test_garbage_is_refused(garbage: bytes, before: int) -> None:
     data = stream([Frame(Kind.READY, 0, 0.0, b"")] * before) + garbage
-    with pytest.raises(TransportError, match="not a message of ours"):
+    with pytest.raises(TransportError, match="not a message of fast_batcher"):
         feed(data)
 
 

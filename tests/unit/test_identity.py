@@ -185,7 +185,7 @@ def test_variables_of_supervisors_do_not_change_a_key(
 
 def test_documentation_lists_the_variables_of_supervisors() -> None:
     text = (ROOT / "docs" / "server_processes.md").read_text()
-    listed = text.partition("do not count:")[2].partition("\n\n")[0]
+    listed = text.partition("set for each process:")[2].partition("\n\n")[0]
     assert {*re.findall(r"`(\w+)`", listed)} == PER_PROCESS_VARIABLES
 
 

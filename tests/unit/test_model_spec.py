@@ -347,7 +347,7 @@ def test_arguments_that_cannot_be_pickled_are_named(thing: object) -> None:
     message = refusal(model_args=(thing, "weights.pt"))
     assert message.startswith(f"model_args of types ({type(thing).__name__}, str) and ")
     assert "cannot be pickled (" in message
-    assert "load the thing in the model's __init__" in message
+    assert "load the object in the model's __init__" in message
     message = refusal(model_kwargs={"thing": thing})
     assert f"model_kwargs of types {{thing: {type(thing).__name__}}}: they cannot" in message
     with pytest.raises(ConfigurationError) as caught:

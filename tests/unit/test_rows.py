@@ -173,11 +173,11 @@ def test_a_pad_value_fits_where_torch_keeps_it(
 @pytest.mark.parametrize(
     ("value", "mask_of", "text"),
     [
-        (zeros(2), None, "mask='mask' becomes a key of every input, and this one is a ndarray"),
-        (Pair(zeros(2), 1), None, "this one is a Pair; send dicts"),
+        (zeros(2), None, "mask='mask' adds a key to every input, but this input is a ndarray"),
+        (Pair(zeros(2), 1), None, "this input is a Pair; send dicts"),
         ({"a": zeros(2), "mask": zeros(2)}, None, "the input has this key already"),
-        ({"a": 1}, None, "of those the input has none at all"),
-        ({"a": zeros(2)}, "b", "of those the input has no 'b'"),
+        ({"a": 1}, None, "and the input has none"),
+        ({"a": zeros(2)}, "b", "and the input has no padded 'b'"),
         ({"a": zeros(2), "b": zeros(3)}, None, "have the lengths [(2,), (3,)]; name the one"),
     ],
 )

@@ -407,7 +407,7 @@ def status_router(
         include_in_schema: Whether OpenAPI shows the routes.
     """
     if not batchers:
-        raise ConfigurationError("status_router: give the batchers that the page is to show")
+        raise ConfigurationError("status_router: give one or more batchers")
     router = APIRouter(
         prefix=prefix,
         dependencies=dependencies,
