@@ -16,7 +16,8 @@ constructed. A name that is no option, and a value out of range, is an error wit
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,26 @@ def find_options(batcher: str) -> dict[str, Outside]:
     return found | dict(_read_environment(os.environ, batcher))
 
 
+def find_similar(batcher: str) -> list[str]:
+    """Return the variables, and tables of the file, that are for batchers of similar names.
+
+    Raises:
+        ConfigurationError: The file cannot be read.
+    """
+    label = _label_of(batcher)
+    path = os.environ.get(FILE_VARIABLE)
+    tables = {} if path is None else _load(Path(path)).get(TABLE, {})
+    owners = {f"{path}: [{TABLE}.{name}]": _label_of(name) for name in tables}
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and SEPARATOR in variable:
+            owners[variable] = variable.removeprefix(PREFIX).rpartition(SEPARATOR)[0]
+    return [
+        source
+        for source, owner in owners.items()
+        if owner != label and get_close_matches(owner, [label])
+    ]
+
+
 def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tuple[str, Outside]]:
     """Yield options; those for one batcher last."""
     label = _label_of(batcher)
@@ -74,7 +95,7 @@ def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tupl
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
             continue
         owner, _, name = variable.removeprefix(PREFIX).rpartition(SEPARATOR)
-        option = _find_option(name.lower(), variable)
+        option = _find_option(name.lower(), variable, ["config"])
         if owner in ("", label):
             text = environ[variable]
             yield option.name, Outside(_parse(option, text, variable), variable)
@@ -129,14 +150,18 @@ def _label_of(name: str) -> str:
     return re.sub(r"\W+", "_", name).upper()
 
 
-def _find_option(name: str, source: str) -> Option:
+def _find_option(name: str, source: str, others: Sequence[str] = ()) -> Option:
     if name in _AVAILABLE:
         return _AVAILABLE[name]
     if name in OPTIONS or name in ("model_args", "model_kwargs"):
         raise ConfigurationError(f"{source}: {name} can only be given in the code")
-    raise ConfigurationError(
-        f"{source}: {name!r} is not an option of a batcher{suggest_parameter(name, _AVAILABLE)}"
-    )
+    option = next((one for one in _AVAILABLE if name.endswith(f"_{one}")), None)
+    if source.startswith(PREFIX) and option is not None:
+        start = source[: -len(option) - 1]
+        hint = f". Did you mean {start}{SEPARATOR}{option.upper()}?"
+    else:
+        hint = suggest_parameter(name, [*_AVAILABLE, *others])
+    raise ConfigurationError(f"{source}: {name!r} is not an option of a batcher{hint}")
 
 
 def _parse(option: Option, text: str, source: str) -> Any:

@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture `batcher_kit`, and the option `--batcher-workers`.
+"""The pytest plugin: the fixture `batcher_kit`, and its options.
 
 pytest loads it by itself wherever fast_batcher is installed. See docs/testing.md.
 """
@@ -25,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="workers of batchers in tests with the fixture batcher_kit: threads of the test's "
         "process (the default), or processes as in production",
     )
+    group.addoption(
+        "--no-batcher-timeouts",
+        action="store_true",
+        help="let calls of batchers wait without a limit in these tests: for a debugger",
+    )
     parser.addini(
         "batcher_kit_scope",
         f"scope of the fixture batcher_kit: one of {', '.join(_SCOPES)}",
@@ -45,5 +50,7 @@ def batcher_kit(pytestconfig: pytest.Config) -> "Iterator[BatcherKit]":
     # Not before a test needs it: coverage begins to measure after the plugins were loaded.
     from fast_batcher.testing import BatcherKit
 
-    with BatcherKit(pytestconfig.getoption("--batcher-workers")) as kit:
+    workers = pytestconfig.getoption("--batcher-workers")
+    timeouts = not pytestconfig.getoption("--no-batcher-timeouts")
+    with BatcherKit(workers, timeouts=timeouts) as kit:
         yield kit

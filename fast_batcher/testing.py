@@ -27,6 +27,7 @@ from fast_batcher._core.values import Batch, Release, Request, settle
 from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadedWorker
+from fast_batcher._process import monotonic
 from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.outcomes import Ledger
 from fast_batcher._session.session import LocalSession
@@ -80,6 +81,7 @@ class BatcherKit:
     Args:
         workers: "threads", one thread of this process per worker; or "processes", as in production.
             With both, the kit records batches, holds them, and lets calls fail.
+        timeouts: False lets every call wait without a limit, whatever its timeout: for a debugger.
 
     Use it as a context manager. At its end the batchers that it has served are closed. Its methods
     may be called on any thread. `shared=True` and workers on a cluster have no effect: each
@@ -89,12 +91,13 @@ class BatcherKit:
         ConfigurationError: `workers` is neither "threads" nor "processes".
     """
 
-    def __init__(self, workers: WorkerKind = "threads") -> None:
+    def __init__(self, workers: WorkerKind = "threads", *, timeouts: bool = True) -> None:
         if workers not in get_args(WorkerKind):
             raise ConfigurationError(
                 f"workers={workers!r:.100}: give one of {', '.join(get_args(WorkerKind))}"
             )
         self.workers: WorkerKind = workers
+        self.timeouts: bool = timeouts
         # Batches in the order in which they left, retries included.
         self.batches: list[FormedBatch] = []
         self._latency = 0.0
@@ -143,7 +146,7 @@ class BatcherKit:
         """Hold the batches, so that a test decides which requests share one.
 
         In the body of the `with` statement a batch leaves when `until` requests wait, when it is
-        full, when the batcher drains, or before a request would miss a timeout of its own.
+        full, and when the batcher drains. A held request ends at its deadline, as every other.
         Afterwards the waiting requests leave as in production.
 
         Args:
@@ -269,6 +272,8 @@ class _KitSession(LocalSession):
     ) -> None:
         self._kit = kit
         changes: dict[str, Any] = {"shared": False, "shared_version": None, "workers": None}
+        if not kit.timeouts:
+            changes |= {"timeout": None, "infer_timeout": None}
         if kit.workers == "threads":
             # A thread has the memory of this process, and needs none that is shared.
             changes |= {"max_shared_bytes": 0, "max_rss_bytes": None}
@@ -295,12 +300,15 @@ class _KitSession(LocalSession):
     def accept(self, request: Request) -> None:
         """Let the request fail if a test wants it, or add it to the arrivals."""
         error = self._kit._take_fault(self._name)  # noqa: SLF001  of this module
+        if not self._kit.timeouts:
+            request.deadline, request.has_explicit_deadline = inf, False
         if error is None:
             super().accept(request)
         elif isinstance(error, _REFUSALS):
             self._ledger.reject(request, error, "test")
         else:
             settle(request)
+            request.arrival = monotonic()
             self._ledger.counters.submitted += 1
             self._ledger.fail(request, error, "test")
 

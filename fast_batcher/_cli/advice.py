@@ -4,20 +4,23 @@ import asyncio
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from random import Random
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fast_batcher._cli.model import Measurement, TargetError, copy_batcher, load_target, measure
 from fast_batcher._cli.virtual import Outcome, Simulation, poisson
+from fast_batcher.errors import BatcherError
 
 # Arrivals of each simulation: the 95 % quantile rests on a thousand of them.
 REQUESTS = 20_000
@@ -50,7 +53,20 @@ class Advice:
     rate: float
     # Times the requests per second of batches of one.
     gain: float
+    # The target, None without one.
     max_latency: float | None
+    # Requests per second that the event loop of one process can send and answer.
+    loop_capacity: float
+
+    @property
+    def meets_target(self) -> bool:
+        """Whether the chosen size answers 95 % within the target; True without one."""
+        return self.max_latency is None or self.chosen.outcome.p95 <= self.max_latency
+
+    @property
+    def workers_for_rate(self) -> int:
+        """Workers of the chosen size that the rate needs."""
+        return ceil(self.rate / (COMFORTABLE * self.chosen.capacity))
 
 
 class Times:
@@ -118,7 +134,8 @@ def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) ->
         rate = len(wish.moments) / wish.moments[-1]
     times = Times(measurement)
     sizes = sorted(measurement.seconds)
-    capacities = {size: size / times.median(size) for size in sizes}
+    loop_capacity = 1 / measurement.loop_seconds if measurement.loop_seconds else inf
+    capacities = {size: min(size / times.median(size), loop_capacity) for size in sizes}
     candidates = []
     for size in sizes:
         note(f"simulating max_batch_size={size}")
@@ -131,7 +148,7 @@ def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) ->
     chosen = _choose(candidates, wish.target)
     gain = chosen.capacity / capacities[sizes[0]]
     wanted = rate or COMFORTABLE * chosen.capacity
-    return Advice(chosen, candidates, wanted, gain, wish.target)
+    return Advice(chosen, candidates, wanted, gain, wish.target, loop_capacity)
 
 
 def _add(outcome: Outcome, seconds: float) -> Outcome:
@@ -154,27 +171,48 @@ def _choose(candidates: Sequence[Candidate], target: float | None) -> Candidate:
     return next(one for one in in_time if one.capacity >= ENOUGH * most)
 
 
+@dataclass(frozen=True)
+class RealRun:
+    """The figures of a real run."""
+
+    answered_per_second: float
+    # Seconds, infinite if nothing was answered.
+    p95: float
+    # Share of the requests that failed, and the first error.
+    lost: float
+    first_error: str
+
+
 async def run_for_real(
     process: Callable[[Any], Any], inputs: Sequence[Any], moments: Sequence[float]
-) -> tuple[float, float]:
-    """Send the inputs at these moments; return requests per second and the 95 % quantile."""
-    loop = asyncio.get_running_loop()
+) -> RealRun:
+    """Send the inputs at these moments."""
     latencies: list[float] = []
-    start = loop.time()
+    errors: list[str] = []
+    start = perf_counter()
 
     async def call(value: Any, moment: float) -> None:
-        await process(value)
-        latencies.append(loop.time() - start - moment)
+        try:
+            await process(value)
+        except BatcherError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        else:
+            latencies.append(perf_counter() - start - moment)
 
     tasks = []
     for number, moment in enumerate(moments):
-        delay = start + moment - loop.time()
+        delay = start + moment - perf_counter()
         if delay > 0:
             await asyncio.sleep(delay)
         tasks.append(asyncio.create_task(call(inputs[number % len(inputs)], moment)))
     await asyncio.gather(*tasks)
     latencies.sort()
-    return len(latencies) / (loop.time() - start), latencies[int(0.95 * len(latencies))]
+    return RealRun(
+        len(latencies) / (perf_counter() - start),
+        latencies[int(0.95 * len(latencies))] if latencies else inf,
+        len(errors) / len(moments),
+        errors[0] if errors else "",
+    )
 
 
 @dataclass(frozen=True)
@@ -183,9 +221,8 @@ class Found:
 
     name: str
     advice: Advice
-    # Requests per second and the 95 % quantile of a real run at the same arrivals, with
-    # `--check`.
-    real: tuple[float, float] | None
+    # A real run at the same arrivals, with `--check`.
+    real: RealRun | None
 
 
 # Of a real run: as long as the simulated one, and twenty seconds at most.
@@ -229,7 +266,7 @@ def parse_seconds(text: str) -> float:
     Raises:
         TargetError: It is something else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)?", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)", text.strip())
     if match is None or not float(match[1]):
         raise TargetError(f"--target {text!r}: write a time, like 50ms or 0.2s")
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
@@ -259,7 +296,7 @@ def make_file(advice: Advice, name: str) -> str:
         f"max_batch_size = {chosen.max_batch_size}",
         f"num_workers = {chosen.num_workers}",
     ]
-    if advice.max_latency is not None:
+    if advice.max_latency is not None and advice.meets_target:
         lines.append(f"max_latency = {advice.max_latency:g}")
     return "\n".join(lines) + "\n"
 
@@ -282,7 +319,7 @@ def print_advice(console: Console, found: Found) -> None:
     console.print(table)
     chosen = advice.chosen
     settings = [f"max_batch_size={chosen.max_batch_size}", f"num_workers={chosen.num_workers}"]
-    if advice.max_latency is not None:
+    if advice.max_latency is not None and advice.meets_target:
         settings.append(f"max_latency={advice.max_latency:g}")
     console.print(f"Recommended: [bold]{', '.join(settings)}[/]", highlight=False)
     console.print(
@@ -290,19 +327,37 @@ def print_advice(console: Console, found: Found) -> None:
         f"{advice.rate:.4g} per second 95 % within {1e3 * chosen.outcome.p95:.3g} ms.",
         highlight=False,
     )
-    if advice.max_latency is not None and chosen.outcome.p95 > advice.max_latency:
+    for warning in _list_warnings(advice):
+        console.print(f"[yellow]warning[/] {warning}", highlight=False)
+    if found.real is not None:
+        real = found.real
         console.print(
-            "[yellow]warning[/] no size answers 95 % within the target; allow more workers, or "
-            "a later answer",
+            f"A real run: {real.answered_per_second:.4g} requests per second "
+            f"({real.answered_per_second / advice.rate:.2f} of those asked), 95 % within "
+            f"{1e3 * real.p95:.3g} ms ({real.p95 / chosen.outcome.p95:.2f} of the prediction).",
             highlight=False,
         )
-    if found.real is not None:
-        rate, p95 = found.real
-        console.print(
-            f"A real run: {rate:.4g} requests per second ({rate / advice.rate:.2f} of those "
-            f"asked), 95 % within {1e3 * p95:.3g} ms "
-            f"({p95 / chosen.outcome.p95:.2f} of the prediction).",
-            highlight=False,
+        if real.lost:
+            console.print(
+                f"[yellow]warning[/] {real.lost:.1%} of its requests failed: "
+                f"{escape(real.first_error)}",
+                highlight=False,
+            )
+
+
+def _list_warnings(advice: Advice) -> Iterator[str]:
+    chosen = advice.chosen
+    if not advice.meets_target:
+        yield "no size answers 95 % within the target; allow more workers, or a later answer"
+    if advice.rate > chosen.capacity * chosen.num_workers:
+        yield (
+            f"{advice.rate:.4g} requests per second are more than {chosen.num_workers} workers "
+            f"compute; allow --workers {advice.workers_for_rate}"
+        )
+    if max(advice.rate, chosen.capacity) >= COMFORTABLE * advice.loop_capacity:
+        yield (
+            f"the event loop of one process sends and answers at most "
+            f"{advice.loop_capacity:.3g} requests per second; use several server processes"
         )
 
 

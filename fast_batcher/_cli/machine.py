@@ -79,13 +79,14 @@ def _check_memfd() -> Check:
 def _check_descriptors() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < ENOUGH_DESCRIPTORS:
-        most = "unlimited" if hard == resource.RLIM_INFINITY else hard
-        return Check(
-            "descriptors",
-            "bad",
-            f"this process may open {soft} files and sockets",
-            f"raise the limit: ulimit -n 4096 (the hard limit is {most})",
-        )
+        remedy = "raise the limit: ulimit -n 4096"
+        if hard != resource.RLIM_INFINITY and hard < ENOUGH_DESCRIPTORS:
+            remedy = (
+                f"raise the hard limit, {hard}, too: LimitNOFILE=4096 of systemd, --ulimit "
+                "nofile=4096 of Docker, or /etc/security/limits.conf"
+            )
+        text = f"this process may open {soft} files and sockets"
+        return Check("descriptors", "bad", text, remedy)
     return Check("descriptors", "good", f"{soft} files and sockets")
 
 

@@ -29,7 +29,13 @@ from fast_batcher._cli.advice import (
 from fast_batcher._cli.bench import bench
 from fast_batcher._cli.checks import Check
 from fast_batcher._cli.machine import check_machine
-from fast_batcher._cli.model import TargetError, examine_model, load_target, read_inputs
+from fast_batcher._cli.model import (
+    TargetError,
+    check_options,
+    examine_model,
+    load_target,
+    read_inputs,
+)
 from fast_batcher.errors import BatcherError
 
 app = typer.Typer(
@@ -54,8 +60,8 @@ def doctor(
         str | None, typer.Argument(help="A model or a batcher, as module:Model or module:batcher.")
     ] = None,
     inputs: Annotated[
-        Path | None,
-        typer.Option(help="Inputs to time batches with: a JSON list, or a JSON value a line."),
+        str | None,
+        typer.Option(help="Inputs to time batches with: a JSON file, or module:list."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -73,7 +79,7 @@ def doctor(
     raise typer.Exit(any(check.level == "bad" for check in checks))
 
 
-async def _check_target(target: str, inputs: Path | None) -> list[Check]:
+async def _check_target(target: str, inputs: str | None) -> list[Check]:
     # What the worker logs about a failed start is in the report.
     logging.getLogger("fast_batcher").setLevel(logging.CRITICAL)
     console = Console(stderr=True)
@@ -82,9 +88,10 @@ async def _check_target(target: str, inputs: Path | None) -> list[Check]:
         values = [] if inputs is None else read_inputs(inputs)
         batcher = load_target(target)
         checks.append(Check("target", "good", f"{target} can be imported and pickled"))
+        checks += check_options(batcher)
         with console.status("") as status:
             async for check in examine_model(batcher, values, status.update):
-                checks.append(check)  # noqa: PERF401  shown one by one in the end
+                checks.append(check)
     except TargetError as error:
         checks.append(Check("target", "bad", str(error)))
     return checks
@@ -94,6 +101,13 @@ def _check_picture(path: Path | None) -> Path | None:
     """Reject a picture without matplotlib before minutes of measuring."""
     if path is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install matplotlib")
+    return _check_folder(path)
+
+
+def _check_folder(path: Path | None) -> Path | None:
+    """Reject a file that cannot be written, before minutes of measuring."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
     return path
 
 
@@ -103,7 +117,11 @@ def tune(
         str, typer.Argument(help="A model or a batcher, as module:Model or module:batcher.")
     ],
     inputs: Annotated[
-        Path, typer.Option(help="Inputs: a JSON list, or a JSON value in each line.")
+        str,
+        typer.Option(
+            help="Inputs: a file with a JSON list or a JSON value in each line, or module:name of "
+            "a list or of a function that returns one."
+        ),
     ],
     most: Annotated[int, typer.Option("--most", help="Largest max_batch_size to try.")] = 128,
     rate: Annotated[
@@ -117,7 +135,8 @@ def tune(
     ] = None,
     workers: Annotated[int, typer.Option(help="Most workers that the machine has room for.")] = 1,
     write: Annotated[
-        Path | None, typer.Option(help="Write the settings to this TOML file.")
+        Path | None,
+        typer.Option(callback=_check_folder, help="Write the settings to this TOML file."),
     ] = None,
     picture: Annotated[
         Path | None,
@@ -137,10 +156,14 @@ def tune(
     logging.getLogger("fast_batcher").setLevel(logging.CRITICAL)
     console = Console(stderr=True)
     try:
+        seconds = None if within is None else parse_seconds(within)
+    except TargetError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
         wish = Wish(
             rate=rate,
             moments=None if arrivals is None else read_moments(arrivals),
-            target=None if within is None else parse_seconds(within),
+            target=seconds,
             most_workers=workers,
         )
         values = read_inputs(inputs)

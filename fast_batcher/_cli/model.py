@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from fast_batcher._cli.checks import Check
 from fast_batcher._process import read_rss
 from fast_batcher.batcher import DynBatcher
+from fast_batcher.configuration import find_similar
 from fast_batcher.errors import BatcherError
 from fast_batcher.model import InferenceModel, find_cost
 from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
@@ -45,27 +46,52 @@ class _Watcher(Observer):
             self.pid = event.pid
 
 
+def _find(target: str) -> Any:
+    """Return the object that "module:name" names; the current folder is on the path."""
+    module_name, _, name = target.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module_name
+        remedy = "; run the command in the folder that has it" if is_missing else ""
+        raise TargetError(
+            f"the module {module_name!r} cannot be imported: {type(error).__name__}: "
+            f"{error}{remedy}"
+        ) from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise TargetError(
+                f"the module {module_name!r} has no {name!r}{_list_targets(found)}"
+            ) from error
+    return found
+
+
+def _list_targets(module: Any) -> str:
+    """Return the end of an error about a name: the models and batchers that the module has."""
+    names = [name for name, value in vars(module).items() if _is_target(value)]
+    return f"; it has {', '.join(sorted(names))}" if names else ""
+
+
+def _is_target(value: object) -> bool:
+    if isinstance(value, DynBatcher):
+        return True
+    is_model = isinstance(value, type) and issubclass(value, InferenceModel)
+    return is_model and value is not InferenceModel
+
+
 def load_target(target: str) -> DynBatcher[Any, Any]:
     """Return the batcher that "module:name" names, or one of a model class of that name.
 
     Raises:
         TargetError: There is nothing of that name, or it is something else.
     """
-    module_name, _, name = target.partition(":")
-    if not name:
+    if not target.partition(":")[2]:
         raise TargetError(f"{target!r}: write it as module:Model or module:batcher")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise TargetError(
-            f"the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise TargetError(f"the module {module_name!r} has no {name!r}") from error
+    found = _find(target)
     if isinstance(found, DynBatcher):
         return found
     if isinstance(found, type) and issubclass(found, InferenceModel):
@@ -109,23 +135,59 @@ def _cost_nothing(value: object) -> int:
     return 1
 
 
-def read_inputs(path: Path) -> list[Any]:
-    """Read inputs from a file: a JSON list, or one JSON value in each line.
+def read_inputs(source: str) -> list[Any]:
+    """Read inputs from a file, or from a list or function that "module:name" names.
+
+    A file has a JSON list, or one JSON value in each line. A function returns the inputs.
 
     Raises:
-        TargetError: The file cannot be read, or has no input.
+        TargetError: There is no such file or object, or it has no input.
     """
+    path = Path(source)
+    if not path.exists() and re.fullmatch(r"[\w.]+:[\w.]+", source):
+        found = _find(source)
+        found = found() if callable(found) else found
+        if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
+            raise TargetError(f"{source} is a {type(found).__name__}: name a list of inputs")
+        found = list(found)
+    else:
+        found = _read_file(path)
+    if not found:
+        raise TargetError(f"{source} has no input")
+    return found
+
+
+def _read_file(path: Path) -> list[Any]:
     try:
         text = path.read_text()
         try:
             found = json.loads(text)
         except ValueError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise TargetError(f"{path}: no inputs can be read: {error}") from error
-    if not isinstance(found, list) or not found:
-        raise TargetError(f"{path}: give a JSON list, or one JSON value in each line")
-    return found
+        raise TargetError(
+            f"{path}: no inputs can be read: {error}; give a file with a JSON list, or with one "
+            "JSON value in each line, or module:name of a list"
+        ) from error
+    return found if isinstance(found, list) else [found]
+
+
+def check_options(batcher: DynBatcher[Any, Any]) -> Iterator[Check]:
+    """Tell the options from outside, and those that are for a batcher of a similar name."""
+    outside = [
+        f"{name}={setting.value!r} ({setting.source})"
+        for name, setting in batcher.settings.items()
+        if setting.source not in ("default", "code")
+    ]
+    if outside:
+        yield Check("options", "good", f"from outside: {', '.join(outside)}")
+    for source in find_similar(batcher.name):
+        yield Check(
+            "options",
+            "warning",
+            f"{source} is not for the batcher {batcher.name!r}, whose name is similar",
+            "correct the name if this batcher was meant",
+        )
 
 
 async def examine_model(
@@ -180,6 +242,8 @@ class Measurement:
     seconds: dict[int, list[float]]
     # Seconds of a lone request beside its batch: to the worker and back.
     overhead: float
+    # Seconds of the event loop for each further request of a batch.
+    loop_seconds: float
 
 
 async def measure(
@@ -196,7 +260,7 @@ async def measure(
     most = int(batcher.settings["max_batch_size"].value)
     sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
     values = cycle(inputs)
-    latencies = []
+    walls: dict[int, list[float]] = {size: [] for size in sizes}
     # In turns, so that what slows the machine for a while slows all sizes.
     for number in range(1, BATCHES + 1):
         note(f"timing batches of 1 to {most}, {number} of {BATCHES}")
@@ -204,12 +268,16 @@ async def measure(
             batch = [*islice(values, size)]
             began_at = loop.time()
             await asyncio.gather(*map(batcher.process_batched, batch))
-            if size == 1:
-                latencies.append(loop.time() - began_at)
+            walls[size].append(loop.time() - began_at)
     seconds: dict[int, list[float]] = {}
     for size, found in sorted(watcher.seconds):
         seconds.setdefault(size, []).append(found)
-    return Measurement(seconds, max(0.0, median(latencies) - median(seconds[1])))
+    # What a batch takes besides the model; a size that was never computed in one batch is left out.
+    besides = {size: median(walls[size]) - median(found) for size, found in seconds.items()}
+    lone = max(0.0, besides[1])
+    most = max(besides)
+    each = (besides[most] - lone) / (most - 1) if most > 1 else lone
+    return Measurement(seconds, lone, max(0.0, each))
 
 
 def _judge_times(timed: list[tuple[int, float]]) -> Check:
@@ -233,6 +301,9 @@ def _judge_times(timed: list[tuple[int, float]]) -> Check:
     return Check("batches", "good", f"{text}; {gain:.2g} times as many requests per second")
 
 
+_LACKS_ARGUMENTS = re.compile(r"__init__\(\) missing \d+ required")
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -241,6 +312,8 @@ def _remedy_of(error: BaseException) -> str:
     """Name the place in the model that raised, from the traceback of the worker."""
     places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error.__cause__ or ""))
     own = [place for place in places if f"{os.sep}fast_batcher{os.sep}_" not in place[0]]
+    if _LACKS_ARGUMENTS.search(str(error)):
+        return "name a batcher that has the model's model_args, as module:batcher"
     if not own:
         return ""
     file, line, function = own[-1]

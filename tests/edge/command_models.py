@@ -14,6 +14,13 @@ class Doubler(InferenceModel[int, int]):
         return [1]
 
 
+class NeedsPath(Doubler):
+    """Has an argument, so a batcher has to give it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+
 class Sleeper(Doubler):
     """Takes the same time for any batch."""
 
@@ -34,3 +41,10 @@ class OneAnswer(InferenceModel[Any, Any]):
 
 batcher = DynBatcher(Doubler, max_batch_size=4)
 text = "no model"
+
+INPUTS = [1, 2, 3]
+
+
+def make_inputs() -> list[int]:
+    """Inputs, as a function makes them."""
+    return INPUTS

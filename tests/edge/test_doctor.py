@@ -67,7 +67,7 @@ def test_too_few_descriptors_are_wrong() -> None:
     assert code == 1
     assert checks["descriptors"]["level"] == "bad"
     assert "64 files and sockets" in checks["descriptors"]["text"]
-    assert "ulimit -n 4096" in checks["descriptors"]["remedy"]
+    assert "hard limit, 64" in checks["descriptors"]["remedy"]
 
 
 @pytest.mark.parametrize("target", ["command_models:Doubler", "command_models:batcher"])
@@ -83,6 +83,26 @@ def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
         assert f"t({size}) = " in checks["batches"]["text"]
 
 
+def test_inputs_are_a_line_of_a_file_or_objects_of_a_module(tmp_path: Path) -> None:
+    inputs = tmp_path / "inputs.jsonl"
+    inputs.write_text("3\n")
+    for source in (str(inputs), "command_models:INPUTS", "command_models:make_inputs"):
+        code, checks = examine("command_models:batcher", "--inputs", source)
+        assert code == 0
+        assert "t(4) = " in checks["batches"]["text"]
+
+
+def test_options_from_outside_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAST_BATCHER_DOUBLER__TIMEOUT", "5")
+    monkeypatch.setenv("FAST_BATCHER_DUBLER__TIMEOUT", "6")
+    monkeypatch.setenv("FAST_BATCHER_RERANKER__TIMEOUT", "7")
+    done = run("command_models:Doubler", "--json")
+    found = [check for check in json.loads(done.stdout) if check["name"] == "options"]
+    assert [check["level"] for check in found] == ["good", "warning"]
+    assert "timeout=5 (FAST_BATCHER_DOUBLER__TIMEOUT)" in found[0]["text"]
+    assert found[1]["text"].startswith("FAST_BATCHER_DUBLER__TIMEOUT is not for")
+
+
 def test_without_inputs_the_warm_up_is_the_measure() -> None:
     code, checks = examine("command_models:Doubler")
     assert code == 0
@@ -95,9 +115,10 @@ def test_without_inputs_the_warm_up_is_the_measure() -> None:
     [
         ("command_models:NoWeights", "model", "FileNotFoundError: weights.pt", "in __init__"),
         ("command_models:OneAnswer", "batches", "1 outputs for 2 inputs; return one per input", ""),
-        ("command_models:Missing", "target", "'command_models' has no 'Missing'", ""),
+        ("command_models:Missing", "target", "has no 'Missing'; it has Doubler, NeedsPath", ""),
+        ("command_models:NeedsPath", "model", "missing 1 required", "that has the model's model_"),
         ("command_models:text", "target", "is a str: name a DynBatcher or a subclass", ""),
-        ("no_such_module:Model", "target", "'no_such_module' cannot be imported", ""),
+        ("no_such_module:Model", "target", "run the command in the folder that has it", ""),
         ("command_models", "target", "write it as module:Model or module:batcher", ""),
     ],
 )
@@ -128,7 +149,7 @@ def test_a_file_without_inputs_is_wrong(tmp_path: Path) -> None:
     path.write_text("[]")
     code, checks = examine("command_models:Doubler", "--inputs", str(path))
     assert code == 1
-    assert "give a JSON list" in checks["target"]["text"]
+    assert "empty.json has no input" in checks["target"]["text"]
 
 
 def test_an_unknown_option_is_a_usage_error() -> None:

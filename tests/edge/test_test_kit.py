@@ -19,8 +19,10 @@ from fast_batcher import (
     DeadlineExceededError,
     DynBatcher,
     InferenceError,
+    QueueFullError,
     UnsendableValueError,
 )
+from fast_batcher.observing import Observer, RequestEnded
 from fast_batcher.testing import BatcherKit
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +45,36 @@ async def test_held_requests_end_at_their_deadlines() -> None:
             assert await held == 1
             assert kit.sizes == [1]
         assert assert_balance(batcher).cancelled == 1
+
+
+async def test_without_timeouts_calls_wait_for_the_model() -> None:
+    with BatcherKit(timeouts=False) as kit:
+        async with DynBatcher(Echo, timeout=0.01, infer_timeout=0.01) as batcher:
+            kit.latency = 0.1
+            assert await batcher.process_batched(1, timeout=0.001) == 1
+            assert await batcher.process_batched(2) == 2
+
+
+async def test_observers_see_calls_that_fail_on_demand() -> None:
+    with BatcherKit() as kit:
+        async with DynBatcher(Echo) as batcher:
+            recorder = Recorder()
+            batcher.add_observer(recorder)
+            kit.fail_next(ValueError)
+            kit.fail_next(QueueFullError)
+            for kind in (ValueError, QueueFullError):
+                assert isinstance(await outcome(call(batcher, 1)), kind)
+            assert recorder.outcomes == ["failed", "rejected"]
+
+
+class Recorder(Observer):
+    """Keeps the outcomes of calls that end before they are computed."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def request_ended(self, event: RequestEnded) -> None:
+        self.outcomes.append(event.outcome)
 
 
 async def test_latency_lets_running_calls_expire() -> None:

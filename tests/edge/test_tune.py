@@ -14,15 +14,18 @@ from waits import LIMIT
 from fast_batcher._cli.advice import (
     Advice,
     Wish,
+    _list_warnings,
     advise,
     make_file,
     make_rising,
     parse_seconds,
     read_moments,
+    run_for_real,
 )
 from fast_batcher._cli.main import app
 from fast_batcher._cli.model import Measurement, TargetError
 from fast_batcher._cli.virtual import Simulation, poisson
+from fast_batcher.errors import QueueFullError
 
 HERE = Path(__file__).parent
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -30,7 +33,9 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 def measured(fixed: float, each: float) -> Measurement:
     """A model of constant times."""
-    return Measurement({size: [fixed + each * size] * 3 for size in SIZES}, overhead=0.0005)
+    return Measurement(
+        {size: [fixed + each * size] * 3 for size in SIZES}, overhead=0.0005, loop_seconds=1e-5
+    )
 
 
 def advice_for(measurement: Measurement, **wish: Any) -> Advice:
@@ -97,12 +102,12 @@ def test_contradicting_times_are_averaged(values: list[float], rising: list[floa
     assert make_rising(values) == rising
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("50ms", 0.05), ("0.2s", 0.2), ("3", 3.0)])
+@pytest.mark.parametrize(("text", "seconds"), [("50ms", 0.05), ("0.2s", 0.2)])
 def test_a_time_has_a_unit(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["soon", "0ms", "-1s", "5 min"])
+@pytest.mark.parametrize("text", ["soon", "0ms", "-1s", "5 min", "50"])
 def test_a_wrong_time_is_refused(text: str) -> None:
     with pytest.raises(TargetError, match="write a time, like 50ms"):
         parse_seconds(text)
@@ -125,6 +130,54 @@ def test_the_file_sets_the_options_of_the_batcher() -> None:
         "num_workers": 1,
         "max_latency": 0.06,
     }
+
+
+def test_a_target_that_is_missed_is_not_a_setting() -> None:
+    advice = advice_for(measured(0.002, 0.002), target=0.001)
+    assert not advice.meets_target
+    assert "max_latency" not in make_file(advice, "ranker")
+    assert [*_list_warnings(advice)] == [
+        "no size answers 95 % within the target; allow more workers, or a later answer"
+    ]
+
+
+def test_a_rate_above_the_capacity_is_told() -> None:
+    (warning,) = _list_warnings(advice_for(measured(0.010, 0.001), rate=2000.0))
+    assert "2000 requests per second are more than 1 workers compute" in warning
+    assert warning.endswith("allow --workers 3")
+
+
+def test_the_event_loop_limits_a_quick_model() -> None:
+    advice = advice_for(measured(0.0, 1e-6))
+    assert advice.loop_capacity == pytest.approx(1e5)
+    assert max(one.capacity for one in advice.candidates) == pytest.approx(1e5)
+    (warning,) = _list_warnings(advice)
+    assert "at most 1e+05 requests per second; use several server processes" in warning
+
+
+@pytest.mark.anyio
+async def test_a_real_run_counts_what_fails() -> None:
+    async def process(value: int) -> int:
+        if value == 2:
+            raise QueueFullError("full")
+        return value
+
+    real = await run_for_real(process, [1, 2], [0.0] * 10)
+    assert (real.lost, real.first_error) == (0.5, "QueueFullError: full")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--target", "soon"], "write a time"),
+        (["--write", "missing/a.toml"], "there is no folder missing"),
+        (["--picture", "missing/a.svg"], "there is no folder missing"),
+    ],
+)
+def test_a_wrong_option_is_told_before_measuring(option: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["tune", "no_module:Model", "--inputs", "none.json", *option])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.slow

@@ -180,6 +180,8 @@ def test_a_yaml_file_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("MAX_BATCHSIZE", "Did you mean 'max_batch_size'?"),
         ("GPUS", "Did you mean 'devices'?"),
         ("OTHER__MAX_DELAI", "Did you mean 'max_delay'?"),
+        ("RE_RANKER_MAX_DELAY", "Did you mean FAST_BATCHER_RE_RANKER__MAX_DELAY?"),
+        ("CONFG", "Did you mean 'config'?"),
         ("CACHE", "cache can only be given in the code"),
         ("NAME", "name can only be given in the code"),
         ("MODEL_ARGS", "model_args can only be given in the code"),
