@@ -352,9 +352,10 @@ def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) ->
 
 @pytest.mark.slow
 def test_importing_starts_nothing_and_changes_nothing() -> None:
+    # With ctypes, some builds of libffi keep their own file open.
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import asyncio, json, logging, multiprocessing, os, signal, threading, time\n"
+        "import asyncio, ctypes, json, logging, multiprocessing, os, signal, threading, time\n"
         "def look():\n"
         "    handlers = [str(signal.getsignal(n)) for n in signal.valid_signals()]\n"
         "    descriptors = sorted(os.listdir('/proc/self/fd'))\n"
