@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from traceback import walk_tb
+from types import MemberDescriptorType
 from typing import Any, TypeGuard, TypeVar
 
 _ErrorT = TypeVar("_ErrorT", bound=BaseException)
@@ -260,7 +261,19 @@ def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict
     """Return type, args and state of an exception, from which `rebuild` makes an equal one."""
     # A built-in type may keep state outside `args`, as OSError keeps its file name.
     _, args, *state = _builtin_base(type(error)).__reduce__(error)
-    return type(error), args, state[0] if state else {}
+    return type(error), args, _read_slots(error) | (state[0] if state else {})
+
+
+def _read_slots(error: BaseException) -> dict[str, Any]:
+    """Return the attributes that classes of the user keep in slots."""
+    found = {}
+    for owner in type(error).__mro__:
+        if owner.__module__ != "builtins":
+            for name, member in vars(owner).items():
+                if isinstance(member, MemberDescriptorType):
+                    with suppress(AttributeError):  # it was never set
+                        found[name] = member.__get__(error)
+    return found
 
 
 def copy_error(error: BaseException) -> BaseException:
@@ -302,7 +315,7 @@ def _as_inference_error(original: Exception) -> InferenceError | None:
         error = rebuild(_combined_class(kind), args, state)
     except BaseException:  # noqa: BLE001  a class of the user may refuse to be combined
         return None
-    return error if is_kind(error, InferenceError) else None
+    return error if is_kind(error, InferenceError) and can_be_shown(error) else None
 
 
 # Combined class by the raised type; bounded by the exception classes of the user's code.

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fast_batcher._cli.model import Measurement, TargetError, copy_batcher, load_target, measure
-from fast_batcher._cli.virtual import Outcome, Simulation, poisson
+from fast_batcher._cli.virtual import WARM_UP, Outcome, Simulation, poisson
 from fast_batcher.errors import BatcherError
 
 # Arrivals of each simulation: the 95 % quantile rests on a thousand of them.
@@ -186,7 +186,7 @@ class RealRun:
 async def run_for_real(
     process: Callable[[Any], Any], inputs: Sequence[Any], moments: Sequence[float]
 ) -> RealRun:
-    """Send the inputs at these moments."""
+    """Send the inputs at these moments; the first ones do not count, as in a simulation."""
     latencies: list[float] = []
     errors: list[str] = []
     start = perf_counter()
@@ -206,9 +206,9 @@ async def run_for_real(
             await asyncio.sleep(delay)
         tasks.append(asyncio.create_task(call(inputs[number % len(inputs)], moment)))
     await asyncio.gather(*tasks)
-    latencies.sort()
+    latencies = sorted(latencies[int(WARM_UP * len(latencies)) :])
     return RealRun(
-        len(latencies) / (perf_counter() - start),
+        (len(moments) - len(errors)) / (perf_counter() - start),
         latencies[int(0.95 * len(latencies))] if latencies else inf,
         len(errors) / len(moments),
         errors[0] if errors else "",
@@ -221,8 +221,9 @@ class Found:
 
     name: str
     advice: Advice
-    # A real run at the same arrivals, with `--check`.
+    # With `--check`: a real run, and the prediction of its 95 % quantile for the same arrivals.
     real: RealRun | None
+    predicted_p95: float | None
 
 
 # Of a real run: as long as the simulated one, and twenty seconds at most.
@@ -249,15 +250,17 @@ async def tune_model(
         measurement = await measure(batcher, inputs, note)
     advice = advise(measurement, wish, note)
     chosen = advice.chosen
-    real = None
+    real = predicted_p95 = None
     if is_checked:
         requests = min(REQUESTS, int(CHECKED_SECONDS * advice.rate))
         moments = wish.moments or poisson(advice.rate, requests, SEED)
         note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
-        sizes = {"max_batch_size": chosen.max_batch_size, "num_workers": chosen.num_workers}
-        async with copy_batcher(found, **sizes) as batcher:
+        size, workers = chosen.max_batch_size, chosen.num_workers
+        async with copy_batcher(found, max_batch_size=size, num_workers=workers) as batcher:
             real = await run_for_real(batcher.process_batched, inputs, moments)
-    return Found(found.name, advice, real)
+        outcome = Simulation(moments, Times(measurement).draw, size, workers).run()
+        predicted_p95 = _add(outcome, measurement.overhead).p95
+    return Found(found.name, advice, real, predicted_p95)
 
 
 def parse_seconds(text: str) -> float:
@@ -329,12 +332,13 @@ def print_advice(console: Console, found: Found) -> None:
     )
     for warning in _list_warnings(advice):
         console.print(f"[yellow]warning[/] {warning}", highlight=False)
-    if found.real is not None:
+    if found.real is not None and found.predicted_p95 is not None:
         real = found.real
         console.print(
             f"A real run: {real.answered_per_second:.4g} requests per second "
             f"({real.answered_per_second / advice.rate:.2f} of those asked), 95 % within "
-            f"{1e3 * real.p95:.3g} ms ({real.p95 / chosen.outcome.p95:.2f} of the prediction).",
+            f"{1e3 * real.p95:.3g} ms ({real.p95 / found.predicted_p95:.2f} of the prediction "
+            "for its arrivals).",
             highlight=False,
         )
         if real.lost:

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +48,16 @@ def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("v"), KeyError("k"), FileNotFoundError(2, "none", "file"), CodedError("c", 42)],
+    [
+        *(
+            ValueError("v"),
+            KeyError("k"),
+            FileNotFoundError(2, "none", "file"),
+            CodedError("c", 42),
+        ),
+        # Its attributes are slots, which its text needs.
+        np.exceptions.AxisError(5, 1),
+    ],
     ids=repr,
 )
 def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Exception) -> None:
