@@ -82,7 +82,7 @@ async def until_not_ready(batcher: DynBatcher[Any, Any]) -> None:
 
 
 @both_loops
-async def test_a_worker_killed_in_a_batch_fails_that_batch_and_is_replaced(gate: Gate) -> None:
+async def test_killed_worker_fails_its_batch_and_is_replaced(gate: Gate) -> None:
     """Fault F02."""
     async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
         calls = [call(batcher, value) for value in ("hold", 1, 2)]
@@ -151,9 +151,7 @@ async def test_idle_workers_are_killed_and_replaced_and_no_request_fails(num_wor
 
 @both_loops
 @pytest.mark.parametrize("then", [signal.SIGKILL, signal.SIGCONT], ids=lambda then: then.name)
-async def test_a_large_batch_that_is_not_read_blocks_no_loop_and_is_not_lost(
-    gate: Gate, then: signal.Signals
-) -> None:
+async def test_unread_large_batch_does_not_block_loop(gate: Gate, then: signal.Signals) -> None:
     """Fault F03: 50 MB are on their way to a stopped worker, so its full pipe is not read."""
     async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
@@ -242,7 +240,7 @@ def text_of(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-async def test_what_the_model_raises_reaches_the_callers_of_the_batch(
+async def test_model_error_reaches_callers_of_the_batch(
     raising: DynBatcher[Any, Any], name: str
 ) -> None:
     """Fault F26."""
@@ -327,7 +325,7 @@ async def test_inputs_that_cannot_be_pickled_fail_alone() -> None:
 # --- large messages -------------------------------------------------------------------------------
 
 
-async def test_a_value_just_below_the_limit_passes_and_just_above_fails() -> None:
+async def test_max_frame_bytes_is_exact() -> None:
     """Around the limit there is no size that is neither refused nor answered."""
     async with DynBatcher(Echo, max_frame_bytes=MEBI) as batcher:
         outcomes = []
@@ -401,7 +399,7 @@ BROKEN: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-async def test_a_model_that_does_not_load_is_a_start_error_that_tells_why(
+async def test_failed_load_is_a_startup_error_with_cause(
     name: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Fault F12; and no value of an argument is shown anywhere."""
@@ -453,7 +451,7 @@ async def test_a_replacement_that_fails_to_load_is_tried_again(
 
 @both_loops
 @pytest.mark.parametrize("ignores", [False, True])
-async def test_what_a_worker_finds_in_its_process(ignores: bool) -> None:
+async def test_worker_process_environment(ignores: bool) -> None:
     """Also if its parent ignores signals."""
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores else before)
@@ -516,7 +514,7 @@ def run(new_loop: NewLoop) -> Run:
     return run
 
 
-def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(run: Run) -> None:
+def test_batcher_moves_to_another_loop_after_close(run: Run) -> None:
     """Fault F47."""
     batcher = DynBatcher(Whereabouts)
     assert len({run(batcher.process_batched(None)) for _ in range(3)}) == 1
@@ -524,9 +522,7 @@ def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(run: Run) -
     assert assert_balance(batcher).completed == 3
 
 
-def test_requests_of_a_closed_loop_are_forgotten_and_their_answers_dropped(
-    run: Run, gate: Gate
-) -> None:
+def test_requests_of_closed_loop_are_dropped(run: Run, gate: Gate) -> None:
     batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
     tasks: list[asyncio.Task[Any]] = []
 
@@ -558,7 +554,7 @@ def abandon(tasks: "list[asyncio.Task[Any]]") -> None:
         task.get_coro().close()
 
 
-def test_a_loop_that_lives_is_not_left_for_another_of_any_thread(new_loop: NewLoop) -> None:
+def test_live_loop_keeps_the_batcher(new_loop: NewLoop) -> None:
     """Fault F48."""
     batcher = DynBatcher(Echo)
     first, second = new_loop(), new_loop()
@@ -694,9 +690,7 @@ def test_a_program_that_forgets_to_stop_ends(
 
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
-    program: Start, kind: str
-) -> None:
+def test_program_with_daemon_loop_exits_silently(program: Start, kind: str) -> None:
     """The thread runs on while the interpreter ends, and its loop sees the workers die."""
     running = program(
         f"""
@@ -737,7 +731,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         assert workers.survivors(0.0) == []
 
 
-def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start) -> None:
+def test_missing_main_guard_is_named(program: Start) -> None:
     running = program(
         """
         async def main():
@@ -801,7 +795,7 @@ def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, 
 
 
 @pytest.mark.parametrize("use", ["process_batched", "process_many", "submit", "open", "exit"])
-def test_a_forked_copy_is_refused_and_harms_no_call_of_its_parent(program: Start, use: str) -> None:
+def test_forked_copy_is_rejected(program: Start, use: str) -> None:
     """Fault F49."""
     running = program(
         f"""
@@ -844,9 +838,7 @@ def test_a_forked_copy_is_refused_and_harms_no_call_of_its_parent(program: Start
 
 
 @pytest.mark.parametrize("end", ["stop", "exit"])
-def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
-    program: Start, end: str
-) -> None:
+def test_forked_child_does_not_keep_workers_alive(program: Start, end: str) -> None:
     """Its copies of the pipes would keep the workers from reading an end of file."""
     running = program(
         f"""
@@ -872,7 +864,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
     assert running.finish() == (0, "")
 
 
-def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
+def test_failed_fork_is_a_startup_error_without_leaks(program: Start) -> None:
     """Fault F52: with one more file descriptor each time, the start fails at the next step."""
     running = program(
         """
@@ -916,7 +908,7 @@ def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program:
     assert running.finish() == (0, "")
 
 
-def test_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) -> None:
+def test_suspended_process_group_loses_no_worker(program: Start) -> None:
     """Fault F55: its requests have expired, and its silence does not count as death."""
     running = program(
         """

@@ -80,7 +80,7 @@ async def test_a_thread_makes_the_copies_of_large_outputs(make: Any) -> None:
     assert threading.get_ident() not in threads
 
 
-async def test_a_thread_makes_further_copies_of_what_took_long() -> None:
+async def test_slow_copies_move_to_a_thread() -> None:
     threads: list[int] = []
 
     def note() -> None:

@@ -117,9 +117,7 @@ def test_cuda_visible_devices_says_how_many_gpus_there_are(visible: str, names: 
     assert len(find_gpus({"CUDA_VISIBLE_DEVICES": visible})) == names
 
 
-def test_gpus_are_found_by_their_files_and_auto_is_the_cpu_without_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_device_falls_back_to_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, driver = tmp_path / "dev", tmp_path / "gpus"
     assert find_gpus({}, nodes, driver) == []
     (driver / "0000:01:00.0").mkdir(parents=True)

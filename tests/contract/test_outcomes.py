@@ -39,7 +39,7 @@ def test_another_number_of_outcomes_breaks_the_protocol(kind: int, count: int) -
 
 
 @pytest.mark.parametrize("kind", [Kind.READY, Kind.INPUTS, Kind.STARTUP_FAILED])
-def test_a_frame_that_is_no_answer_breaks_the_protocol(kind: int) -> None:
+def test_frame_other_than_answer_breaks_protocol(kind: int) -> None:
     with pytest.raises(TransportError, match=KIND_NAMES[kind]):
         read(kind, ["a"], 1)
 

@@ -63,7 +63,7 @@ async def versions_of(batcher: DynBatcher[Any, Any]) -> set[str]:
     return {version for version, _ in answers}
 
 
-async def test_a_reload_under_load_loses_nothing_and_keeps_every_worker_ready(make: Make) -> None:
+async def test_reload_under_load_loses_no_request(make: Make) -> None:
     batcher = make(
         Versioned, 4, num_workers=2, model_args=("one",), model_kwargs={"seconds": 0.002}
     )
@@ -108,9 +108,7 @@ async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(
         assert await versions_of(batcher) == {"two"}
 
 
-async def test_workers_that_were_replaced_go_back_when_a_later_one_fails(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_replaced_workers_roll_back_when_reload_fails(make: Make, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.touch()
     batcher = make(Versioned, 4, num_workers=2, model_args=("one",))
@@ -212,7 +210,7 @@ async def test_one_reload_of_a_broken_batcher_runs_at_a_time(make: Make) -> None
         await batcher.aclose()
 
 
-async def test_what_a_reload_refuses(make: Make) -> None:
+async def test_reload_rejects_invalid_calls(make: Make) -> None:
     batcher = make(Versioned, auto_open=False)
     with pytest.raises(NotReadyError):
         await batcher.reload()
@@ -260,7 +258,7 @@ async def test_cache_of_another_process_follows_a_reload() -> None:
 
 
 @pytest.mark.usefixtures("own_directory")
-async def test_successor_of_a_host_has_the_model_of_the_last_reload() -> None:
+async def test_next_host_has_model_of_last_reload() -> None:
     async with shared(*ARGUMENTS) as batcher, shared(*ARGUMENTS) as second:
         with pytest.raises(WorkerStartupError):
             await second.reload(model_args=("bad",))
@@ -308,7 +306,7 @@ async def test_reload_in_one_process_opens_the_broken_batchers_of_all() -> None:
 
 @pytest.mark.parametrize("is_bad", [False, True])
 @pytest.mark.usefixtures("own_directory")
-async def test_model_of_the_last_reload_wins_if_a_process_has_missed_it(
+async def test_last_reload_wins_over_process_that_missed_it(
     tmp_path: Path, *, is_bad: bool
 ) -> None:
     weights = tmp_path / "weights"

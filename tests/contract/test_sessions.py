@@ -469,7 +469,7 @@ async def test_spent_restarts_reject_calls_until_a_worker_is_ready(make_in_proce
 # --- life -----------------------------------------------------------------------------------------
 
 
-async def test_aclose_answers_what_was_accepted(make: Make, gate: Gate) -> None:
+async def test_aclose_answers_accepted_requests(make: Make, gate: Gate) -> None:
     batcher = make(Gated, 2, model_args=(gate.path,))
     await batcher.open()
     calls = [call(batcher, number) for number in range(5)]
@@ -493,7 +493,7 @@ async def test_aclose_answers_what_was_accepted(make: Make, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "stop", "stop in a thread", "cancelled aclose"])
-async def test_closing_fails_what_is_not_answered(
+async def test_closing_fails_unanswered_requests(
     make_in_processes: Make, gate: Gate, how: str
 ) -> None:
     batcher = make_in_processes(
@@ -521,9 +521,7 @@ async def test_closing_fails_what_is_not_answered(
     assert_balance(batcher)
 
 
-async def test_a_failed_start_is_told_and_it_can_be_opened_again(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_session_reopens_after_failed_start(make: Make, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     batcher = make(NeedsFile, model_args=(str(weights),))
     for _ in range(2):

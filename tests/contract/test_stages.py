@@ -127,7 +127,7 @@ async def test_a_death_costs_the_batches_that_infer_has_begun(gate: Gate) -> Non
         assert_balance(batcher)
 
 
-async def test_a_death_in_prepare_is_found_to_be_of_one_request(gate: Gate) -> None:
+async def test_death_in_prepare_is_traced_to_one_request(gate: Gate) -> None:
     async with DynBatcher(
         InStages, 4, stage_threads=2, model_args=(gate.path,), max_restarts=None
     ) as batcher:
@@ -139,7 +139,7 @@ async def test_a_death_in_prepare_is_found_to_be_of_one_request(gate: Gate) -> N
         assert_balance(batcher)
 
 
-async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_answered(
+async def test_fatal_error_of_infer_replaces_worker(
     gate: Gate,
 ) -> None:
     async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
@@ -155,9 +155,7 @@ async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_ans
 
 
 @pytest.mark.parametrize("stage", ["prepare", "finish"])
-async def test_a_fatal_error_of_prepare_or_finish_replaces_the_worker_too(
-    gate: Gate, stage: str
-) -> None:
+async def test_fatal_error_of_prepare_or_finish_replaces_worker(gate: Gate, stage: str) -> None:
     async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         assert isinstance(await outcome(call(batcher, f"{stage} breaks")), InferenceError)
         assert await outcome(call(batcher, "next")) == ("next", 1)
@@ -205,7 +203,7 @@ async def test_methods_other_than_infer_have_no_stages(gate: Gate) -> None:
         assert await asyncio.gather(lengths, batcher.process_batched("b")) == [[1, 14], ("b", 1)]
 
 
-async def test_a_batch_is_computed_in_its_own_context_while_others_are_prepared(
+async def test_batch_runs_in_its_own_context_during_prepare(
     gate: Gate,
 ) -> None:
     async with DynBatcher(SeesContexts, 1, model_args=(gate.path,), stage_threads=2) as batcher:
@@ -228,7 +226,7 @@ async def test_the_stages_have_their_own_threads(threads: int) -> None:
         assert seen <= {f"fast_batcher-stage_{number}" for number in range(threads)}
 
 
-async def test_an_array_that_the_model_fills_again_is_kept_for_finish(gate: Gate) -> None:
+async def test_reused_output_array_is_copied_for_finish(gate: Gate) -> None:
     async with DynBatcher(Reuses, 1, model_args=(gate.path,)) as batcher:
         first = call(batcher, 7)
         visit = await gate.visit()

@@ -70,7 +70,7 @@ async def test_two_batchers_of_one_process_share_workers() -> None:
         assert await batchers[1].process_batched(b"whereabouts") == pids[0]
 
 
-async def test_a_worker_goes_on_with_the_rows_of_a_process_that_was_killed(gate: Gate) -> None:
+async def test_worker_computes_rows_of_killed_process(gate: Gate) -> None:
     arguments = "shared:SumsAtGate", {"max_batch_size": 4}, [gate.path]
     rows = [["array", 200_000, number] for number in range(1, 5)]
     async with make(*arguments) as batcher:
@@ -101,7 +101,7 @@ async def test_a_worker_goes_on_with_the_rows_of_a_process_that_was_killed(gate:
             assert await third.receive() == [1_800_000] * 4
 
 
-async def test_a_stopped_process_keeps_no_worker_and_no_memory_from_others(gate: Gate) -> None:
+async def test_stopped_process_blocks_no_other(gate: Gate) -> None:
     """Its input is needed once more, because the worker that had it is dead."""
     options: Any = {**TOGETHER, "max_batch_size": 2, "max_restarts": None, "restart_backoff": 0.01}
     arguments = "shared:SumsAtGate", options, [gate.path]

@@ -180,7 +180,7 @@ async def test_a_further_worker_revives_a_broken_batcher(tmp_path: Path) -> None
         assert await batcher.process_batched("fine") == "fine"
 
 
-async def test_a_further_worker_that_cannot_load_harms_nobody(
+async def test_additional_worker_failing_to_load_affects_no_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     needed = tmp_path / "weights"
@@ -197,7 +197,7 @@ async def test_a_further_worker_that_cannot_load_harms_nobody(
         assert batcher.stats.restarts == 0
 
 
-def test_a_number_that_is_changed_between_two_runs_of_the_loop_counts() -> None:
+def test_number_changed_between_two_loops_applies() -> None:
     loop = asyncio.new_event_loop()
     batcher = DynBatcher(Slow, model_args=(0.0,))
     loop.run_until_complete(batcher.open())

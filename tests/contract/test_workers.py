@@ -49,7 +49,7 @@ async def test_worker_runs_all_stages_and_closes_its_model(
     assert (tmp_path / "closed").exists()
 
 
-async def test_model_that_does_not_load_is_a_startup_error_with_its_traceback(
+async def test_failed_load_is_a_startup_error_with_traceback(
     options: dict[str, Any],
 ) -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher(Contract, model_args=["", "no file"], **options)

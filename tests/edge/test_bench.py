@@ -95,7 +95,7 @@ def test_a_recursive_body_ends_with_empty_lists() -> None:
         ({"$ref": "#/components/loop"}, "nested too deeply"),
     ],
 )
-def test_what_cannot_be_made_is_named(schema: dict[str, Any], message: str) -> None:
+def test_body_that_cannot_be_generated_is_named(schema: dict[str, Any], message: str) -> None:
     loop = {"type": "object", "properties": {"loop": {"$ref": "#/components/loop"}}}
     body = {"type": "object", "properties": {"name": schema}}
     with pytest.raises(LoadError, match=f"{message}.*: give --body FILE"):
@@ -133,7 +133,7 @@ def test_the_operation_of_a_path_is_found(
     assert (name, operation["name"]) == found
 
 
-def test_a_missing_operation_is_told_with_those_there_are() -> None:
+def test_missing_operation_error_lists_known_operations() -> None:
     with pytest.raises(LoadError, match=r"has GET /items/\{id\}, POST /items/first.*no /other"):
         _find_operation(PATHS, "/other", None)
 

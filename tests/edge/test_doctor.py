@@ -101,7 +101,7 @@ def test_without_inputs_the_warm_up_is_the_measure() -> None:
         ("command_models", "target", "write it as module:Model or module:batcher", ""),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(
+def test_problem_is_reported_in_one_line(
     target: str, name: str, text: str, remedy: str, tmp_path: Path
 ) -> None:
     inputs = tmp_path / "inputs.jsonl"

@@ -135,7 +135,7 @@ def test_workers_are_where_they_should_be(client: TestClient, pytestconfig: pyte
     assert len(children) == (2 if pytestconfig.getoption("--batcher-workers") == "processes" else 0)
 
 
-def test_statistics_are_those_of_the_batcher(client: TestClient) -> None:
+def test_kit_statistics_are_the_batchers(client: TestClient) -> None:
     before = shouter.stats.completed
     client.get("/shout-all?texts=a,b")
     assert shouter.stats.completed == before + 2

@@ -89,7 +89,7 @@ async def test_late_errors_are_a_metric(gate: Gate) -> None:
 
 @pytest.mark.anyio
 @both_loops
-async def test_the_metrics_are_those_of_the_statistics_whatever_dies() -> None:
+async def test_metrics_equal_statistics_after_deaths() -> None:
     registry = CollectorRegistry()
     options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
     batcher = DynBatcher(Crashes, 4, name="crashes", **options)
@@ -122,7 +122,7 @@ async def test_the_metrics_are_those_of_the_statistics_whatever_dies() -> None:
 @pytest.mark.anyio
 @both_loops
 @pytest.mark.parametrize("ending", ["aclose", "stop"])
-async def test_the_gauges_add_up_what_batchers_of_one_name_have(gate: Gate, ending: str) -> None:
+async def test_gauges_sum_batchers_of_one_name(gate: Gate, ending: str) -> None:
     registry = CollectorRegistry()
     read = Readings(registry, "gated")
 
@@ -202,7 +202,7 @@ def cache_results(page: str) -> dict[str, float]:
     return {result: float(count) for result, count in found}
 
 
-def test_hits_misses_and_coalesced_calls_are_those_of_the_statistics() -> None:
+def test_cache_metrics_equal_statistics() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo, name="cached", cache=LRUCache(9))
     instrument(batcher, registry)
@@ -222,7 +222,7 @@ def test_hits_misses_and_coalesced_calls_are_those_of_the_statistics() -> None:
     assert (stats.cache_hits, stats.cache_misses, stats.cache_coalesced) == (3, 2, 4)
 
 
-def test_processes_that_share_a_model_add_up_what_their_caches_had(
+def test_shared_processes_sum_cache_metrics(
     hosts: Hosts, metrics_folder: Path, serve: Callable[..., Server]
 ) -> None:
     """One of the processes alone is told of the batches; each has a cache of its own."""
@@ -247,7 +247,7 @@ def test_processes_that_share_a_model_add_up_what_their_caches_had(
         ("fastapi", "from fast_batcher import prometheus as p; p.metrics_router()", "FastAPI"),
     ],
 )
-def test_what_is_not_installed_is_named(missing: str, statement: str, told: str) -> None:
+def test_missing_package_is_named(missing: str, statement: str, told: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; {statement}"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
@@ -486,7 +486,7 @@ def shared_servers(hosts: Hosts, serve: Callable[..., Server]) -> Iterator[Share
 
 
 @has_prometheus
-def test_a_real_prometheus_sees_the_workers_of_a_shared_host_once(
+def test_prometheus_counts_workers_of_shared_host_once(
     shared_servers: SharedServers, watch: Callable[..., Prometheus]
 ) -> None:
     """Whatever becomes of the process that reports, and of the host."""

@@ -149,7 +149,7 @@ async def test_a_stopped_process_reports_no_more_when_it_goes_on(
     assert second.shown == [1, 1]
 
 
-async def test_a_new_host_continues_the_counts_and_shows_its_workers_once(
+async def test_new_host_continues_counts_of_old_host(
     hosts: Hosts, start: Callable[..., Process]
 ) -> None:
     processes = start(), start()

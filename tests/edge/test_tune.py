@@ -151,7 +151,7 @@ def test_the_command_measures_and_recommends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_told_in_a_line(tmp_path: Path) -> None:
+def test_load_error_is_reported_in_one_line(tmp_path: Path) -> None:
     inputs = tmp_path / "inputs.json"
     inputs.write_text("[1]")
     done = subprocess.run(

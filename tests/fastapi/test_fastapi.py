@@ -137,7 +137,7 @@ def test_the_table_has_every_class_of_the_error_tree() -> None:
     assert {type(row[0]) for row in TABLE} == tree
 
 
-def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None:
+def test_queue_full_status_changes_only_queue_full_errors() -> None:
     """A class of the user has the answer of the most derived class with a row."""
 
     class CacheFullError(errors.QueueFullError):
@@ -151,7 +151,7 @@ def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None
         install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
 
 
-def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> None:
+def test_installing_handlers_after_start_is_rejected() -> None:
     app = make_raising_app(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):  # which is not ours
         TestClient(app).get("/")
@@ -220,7 +220,7 @@ def failed_inference() -> errors.InferenceError:
     return errors.from_model(ValueError("canary"), "ValueError: canary", "in infer: canary")
 
 
-def test_a_500_is_logged_once_with_its_id_and_traceback_and_its_body_shows_neither(
+def test_server_error_is_logged_with_its_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -274,7 +274,7 @@ def raising_client() -> Iterator[TestClient]:
         yield client
 
 
-def test_what_the_model_raises_is_a_500_but_for_an_http_exception(
+def test_model_errors_are_500_except_http_exceptions(
     raising_client: TestClient,
 ) -> None:
     response = raising_client.get("/infer/value")
@@ -316,7 +316,7 @@ def test_the_apps_own_handlers_are_used(raising_client: TestClient) -> None:
         (Exception, errors.from_model(ValueError("x"), "", ""), 500),
     ],
 )
-def test_the_apps_handlers_are_for_what_the_model_raised_alone(
+def test_app_handlers_apply_only_to_model_errors(
     handled: type[Exception], error: Exception, status: int
 ) -> None:
     app = make_raising_app(error)
@@ -340,7 +340,7 @@ def test_the_apps_handlers_are_for_what_the_model_raised_alone(
         (errors.InferenceError("canary"), 1011, "inference_failed"),
     ],
 )
-def test_an_open_websocket_is_closed_with_a_code_and_a_reason(
+def test_open_websocket_is_closed_with_code_and_reason(
     error: Exception, close_code: int, code: str
 ) -> None:
     with TestClient(make_raising_app(error)).websocket_connect("/open") as session:
@@ -352,7 +352,7 @@ def test_an_open_websocket_is_closed_with_a_code_and_a_reason(
         assert ERROR_ID.fullmatch(error_id)
 
 
-def test_a_websocket_that_is_not_accepted_yet_gets_the_http_answer() -> None:
+def test_unaccepted_websocket_gets_the_http_answer() -> None:
     app = make_raising_app(errors.NotReadyError("starting"))
     client = TestClient(app)
     with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect("/unaccepted"):
@@ -425,7 +425,7 @@ def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_load_closes_the_batchers_before_it() -> None:
+def test_failed_start_closes_earlier_batchers() -> None:
     """Fault F56."""
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
     app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan))
@@ -488,7 +488,7 @@ def test_the_dependency_serves_routes_and_websockets_whose_clients_may_leave() -
         assert client.get("/echo/hello").json() == "hello"
 
 
-def test_the_dependency_can_be_overridden_and_does_not_show_in_openapi() -> None:
+def test_dependency_is_overridable_and_hidden_from_openapi() -> None:
     app, get_echo = make_echo_app(DynBatcher(Echo, auto_open=False))
     (path,) = app.openapi()["paths"].values()  # the health routes are hidden
     assert [parameter["name"] for parameter in path["get"]["parameters"]] == ["text"]
@@ -507,7 +507,7 @@ def test_the_dependency_can_be_overridden_and_does_not_show_in_openapi() -> None
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("auto_open", [True, False])
-async def test_without_a_lifespan_the_first_request_opens_the_batcher_or_its_answer_names_one(
+async def test_first_request_without_lifespan_opens_or_names_one(
     auto_open: bool,
 ) -> None:
     batcher = DynBatcher(Echo, auto_open=auto_open)
@@ -609,7 +609,7 @@ def ask_until_status(client: TestClient, path: str, status: int) -> Any:
 
 
 @pytest.mark.slow
-def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after_a_while() -> None:
+def test_probes_report_failed_load_in_one_line() -> None:
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
     app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan(wait_ready=False)))
     install_exception_handlers(app)
@@ -642,7 +642,7 @@ def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after
 
 
 @pytest.mark.slow
-def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batcher(
+def test_livez_fails_and_recovers_with_the_batcher(
     gate: Gate,
 ) -> None:
     batcher = DynBatcher(
@@ -667,7 +667,7 @@ def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batche
         assert ask_until_status(client, "/livez", 200) == {"status": "alive"}
 
 
-def test_a_health_router_is_in_openapi_on_demand_and_refused_if_it_can_never_fail() -> None:
+def test_health_router_options_are_checked() -> None:
     app = FastAPI()
     app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
     assert set(app.openapi()["paths"]) == {"/livez", "/readyz"}

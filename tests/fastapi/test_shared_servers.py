@@ -69,7 +69,7 @@ def end(server: Server, clients: Load, hosts: Hosts, number: int, *, is_group: b
         pytest.param(GRANIAN, id="granian"),
     ],
 )
-def test_the_processes_of_a_server_share_one_model_and_nothing_is_left_of_them(
+def test_server_processes_share_one_model(
     serve: Serve,
     load: Callable[[str], Load],
     hosts: Hosts,
@@ -136,7 +136,7 @@ def test_a_killed_host_is_replaced_under_load(
     assert len(hosts.hosts()) == 2, server.output
 
 
-def test_nothing_is_left_when_all_processes_of_a_server_are_killed(
+def test_killed_server_leaves_no_process_behind(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts
 ) -> None:
     server, clients = start(serve, load, UVICORN)
@@ -152,7 +152,7 @@ def test_nothing_is_left_when_all_processes_of_a_server_are_killed(
     "command",
     [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
 )
-def test_a_model_that_does_not_load_ends_the_processes_with_its_error(
+def test_failed_load_ends_server_processes(
     serve: Serve, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setenv("MODEL", "models.sharing:DoesNotLoad")

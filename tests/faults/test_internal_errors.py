@@ -61,7 +61,7 @@ async def test_calls_that_the_pump_had_taken_end_with_an_error(
         assert (stats.waiting, stats.running, stats.restarts) == (0, 0, 0)
 
 
-async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
+async def test_calls_of_unsent_batch_end_with_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
         workers = session_of(batcher).pool.workers
@@ -104,7 +104,7 @@ def _broken_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_broken_logging")
-async def test_a_log_filter_that_raises_keeps_no_caller_from_its_error(gate: Gate) -> None:
+async def test_raising_log_filter_does_not_block_errors(gate: Gate) -> None:
     """What comes in the same turn after the line that cannot be logged is done all the same."""
     settings: dict[str, Any] = {"num_workers": 2, "timeout": SOON}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:

@@ -95,7 +95,7 @@ async def test_an_ignored_signal_stays_without_effect_on_the_program() -> None:
 
 
 @pytest.mark.slow
-def test_an_app_that_drains_on_sigterm_is_tested_with_a_test_client(
+def test_drain_on_sigterm_works_with_test_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It runs the lifespan in a thread, where no signal handler can be set."""
