@@ -158,7 +158,7 @@ async def test_loss_is_reported_with_last_batch(
     link.fill(link.reserve(), [(Kind.INPUT_ATOMS, 1, b"to a dead worker")])
 
 
-async def test_worker_killed_by_parent_is_not_out_of_memory(told: Told) -> None:
+async def test_parent_kill_is_not_out_of_memory(told: Told) -> None:
     pool = await told.ready(Echo)
     pool.kill(0)
     await told.until(lambda: told.count("lost") == 1)

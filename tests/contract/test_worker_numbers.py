@@ -197,7 +197,7 @@ async def test_additional_worker_failing_to_load_affects_no_call(
         assert batcher.stats.restarts == 0
 
 
-def test_number_changed_between_two_loops_applies() -> None:
+def test_number_changed_between_loop_runs_applies() -> None:
     loop = asyncio.new_event_loop()
     batcher = DynBatcher(Slow, model_args=(0.0,))
     loop.run_until_complete(batcher.open())

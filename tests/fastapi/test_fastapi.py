@@ -507,7 +507,7 @@ def test_dependency_is_overridable_and_hidden_from_openapi() -> None:
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("auto_open", [True, False])
-async def test_first_request_without_lifespan_opens_or_names_one(
+async def test_first_request_without_lifespan_opens_batcher(
     auto_open: bool,
 ) -> None:
     batcher = DynBatcher(Echo, auto_open=auto_open)

@@ -309,7 +309,7 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         assert await batcher.process_batched("fine") == "fine"
 
 
-async def test_late_model_timeout_does_not_end_worker(
+async def test_late_model_timeout_ends_worker_with_traceback(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends the worker, which says why."""

@@ -75,7 +75,7 @@ async def test_any_other_function_runs_in_a_thread(wrap: Any) -> None:
     ],
     ids=["list", "features"],
 )
-async def test_frameworks_see_what_is_to_be_awaited(
+async def test_frameworks_recognize_awaitable_functions(
     func: Any, on_loop: Any, in_thread: Any, item: Any
 ) -> None:
     def keys(features: Any) -> Any:
@@ -154,7 +154,7 @@ async def test_a_cancellation_by_the_function_itself_settles_all_callers() -> No
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_program_settles_all_callers_and_ends_the_loop(
+def test_system_exit_settles_all_callers(
     kind: type[BaseException],
 ) -> None:
     """As it would if the function were called without batching."""
@@ -179,7 +179,7 @@ def batch_tasks() -> list[asyncio.Task[Any]]:
 
 
 @pytest.mark.parametrize("callers_too", [False, True])
-async def test_a_batch_whose_task_is_cancelled_fails_and_the_function_goes_on(
+async def test_cancelled_task_fails_only_its_batch(
     callers_too: bool,
 ) -> None:
     gated = GatedCoroutine()
@@ -203,7 +203,7 @@ async def test_a_batch_whose_task_is_cancelled_fails_and_the_function_goes_on(
     assert gated.batches == ([[1], [3]] if callers_too else [[1], [2], [3]])
 
 
-async def test_the_loop_gets_a_turn_between_batches_of_a_function_that_never_waits() -> None:
+async def test_loop_runs_between_batches_of_busy_function() -> None:
     turns_had = 0
     seen: list[int] = []
 
@@ -365,7 +365,7 @@ async def test_a_cache_that_raises_is_done_without_and_named_once(
     assert record.exc_info is not None
 
 
-async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled(
+async def test_call_is_cancellable_during_cache_lookup(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     looking = asyncio.Event()
@@ -401,7 +401,7 @@ async def test_a_cancelled_shutdown_goes_on() -> None:
 # The end.
 
 
-async def test_a_function_may_shut_itself_down_or_one_that_waits_for_it() -> None:
+async def test_function_may_shut_itself_down() -> None:
     async def last(items: list[int]) -> list[int]:
         await decorated.shutdown()
         return items

@@ -148,7 +148,7 @@ class FrozenError(Exception):
         raise AttributeError(name)
 
 
-async def test_an_error_is_an_inference_error_and_what_was_raised(variant: Variant) -> None:
+async def test_error_has_both_types(variant: Variant) -> None:
     def fail(items: list[int]) -> list[int]:
         raise BadItemError(items[0], "bad")
 
@@ -189,7 +189,7 @@ async def test_one_bad_item_fails_alone(variant: Variant) -> None:
     assert outcomes == [0, 2, 4, 8, 10]
 
 
-async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Variant) -> None:
+async def test_wrong_number_of_outputs_fails_all(variant: Variant) -> None:
     wrong: list[Any] = [[1], [1, 2, 3, 4], [], None, "abc", b"abc", bytearray(3), {1, 2, 3}, 7]
     wrong += [{1: 1, 2: 2, 3: 3}, (number for number in range(3)), numpy.zeros((2, 3))]
     wrong.append(numpy.array(3))
@@ -202,7 +202,7 @@ async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Va
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-async def test_what_iterates_over_something_else_is_refused(variant: Variant, name: str) -> None:
+async def test_misleading_iterables_are_rejected(variant: Variant, name: str) -> None:
     make, message = UNEVEN[name]
     async with variant.batched(lambda items: make(2) if len(items) == 2 else items) as function:
         with pytest.raises(OutputMismatchError, match=message):
@@ -399,9 +399,7 @@ async def test_a_cancelled_caller_harms_no_other(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("item", [1, [1, 2]], ids=["item", "list"])
-async def test_a_call_that_ends_in_the_turn_it_began_is_never_computed(
-    variant: Variant, item: Any
-) -> None:
+async def test_call_cancelled_in_its_turn_is_not_computed(variant: Variant, item: Any) -> None:
     async with variant.batched(double) as function:
         call = function(item)
         call.send(None)
@@ -456,7 +454,7 @@ async def test_the_stats_have_the_fields_of_batched(variant: Variant) -> None:
 # Statistics, start and end.
 
 
-async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant: Variant) -> None:
+async def test_shutdown_computes_waiting_items(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated) as function:
         calls = [asyncio.create_task(function(1))]
@@ -481,7 +479,7 @@ async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant
             await function.shutdown()
 
 
-async def test_shutdown_with_cancel_settles_at_once_what_waits(variant: Variant) -> None:
+async def test_shutdown_with_cancel_fails_waiting_items(variant: Variant) -> None:
     gated = variant.gated()
     function = variant.decorate(gated)
     running = asyncio.create_task(function(1))

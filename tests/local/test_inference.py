@@ -85,7 +85,9 @@ def test_features_may_be_spread() -> None:
     ],
     ids=["dict", "several outputs", "rows"],
 )
-def test_what_a_function_may_return(options: Any, function: Any, outputs: list[Any]) -> None:
+def test_functions_may_return_several_kinds(
+    options: Any, function: Any, outputs: list[Any]
+) -> None:
     def as_lists(found: Any) -> Any:
         if isinstance(found, dict):
             return {name: as_lists(value) for name, value in found.items()}

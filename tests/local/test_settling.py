@@ -141,7 +141,7 @@ async def test_a_fault_of_the_scheduler_harms_no_later_call(
     assert [one.exc_info[0] for one in records if one.exc_info] == [IndexError] * 2
 
 
-def test_a_task_that_exits_when_it_is_cancelled_delays_no_shutdown() -> None:
+def test_exiting_task_delays_no_shutdown() -> None:
     """The thread cancels it when it closes its event loop."""
     tasks: list[asyncio.Task[Any]] = []
 
@@ -162,7 +162,7 @@ def test_a_task_that_exits_when_it_is_cancelled_delays_no_shutdown() -> None:
     assert [type(task.exception()) for task in tasks] == [SystemExit]
 
 
-def test_an_error_with_a_text_of_an_odd_class_is_answered() -> None:
+def test_error_with_odd_text_is_delivered() -> None:
     class Text(str):
         __slots__ = ()
 
@@ -216,7 +216,7 @@ async def test_a_call_that_has_an_error_has_not_left(variant: Variant) -> None:
     assert function.stats.late_errors == 0
 
 
-async def test_an_output_that_is_late_is_no_error() -> None:
+async def test_late_output_is_ignored() -> None:
     gated = VARIANTS["aio task"].gated()
     async with VARIANTS["aio task"].batched(gated) as function:
         left = asyncio.create_task(function(1))

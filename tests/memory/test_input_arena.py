@@ -78,7 +78,7 @@ def test_the_inputs_of_a_batch_lie_one_behind_the_other(harness: SenderHarness) 
     assert sums(harness.read()) == [0, 1, 2, 3, 4]
 
 
-def test_a_slab_takes_no_more_inputs_once_a_batch_has_been_taken_from_it(
+def test_sent_slab_takes_no_more_inputs(
     harness: SenderHarness,
 ) -> None:
     *first, late = harness.arrive(*numbered(4))
@@ -105,18 +105,14 @@ def test_tensors_are_staged(harness: SenderHarness) -> None:
 
 
 @pytest.mark.parametrize("size", [10, LEAST_STAGED - 1, TOO_LONG])
-def test_an_input_that_is_small_or_does_not_fit_into_the_pipe_is_not_staged(
-    harness: SenderHarness, size: int
-) -> None:
+def test_small_and_oversized_inputs_are_not_staged(harness: SenderHarness, size: int) -> None:
     assert harness.arrive(filled(1, size))[0].staged is None
     assert harness.arena.allocate(BYTES, (size,)) is None
     assert harness.slabs.count == 0
 
 
 @pytest.mark.parametrize("values", [(filled(1), b"text"), (b"text", filled(1))])
-def test_a_batch_of_which_one_input_is_not_staged_is_pickled(
-    harness: SenderHarness, values: Any
-) -> None:
+def test_partly_staged_batch_is_pickled(harness: SenderHarness, values: Any) -> None:
     requests = harness.arrive(*values)
     harness.dispatch(requests)
     assert harness.kinds == [Kind.SHARED_INPUTS]
@@ -157,7 +153,7 @@ def test_memory_is_free_when_the_caller_is_told_an_error(harness: SenderHarness)
 # --- copying in the thread ------------------------------------------------------------------------
 
 
-def test_large_inputs_are_copied_by_the_thread_and_their_batch_keeps_its_place(
+def test_thread_copies_large_inputs_in_order(
     harness: SenderHarness,
 ) -> None:
     requests = harness.arrive(*numbered(3, LARGE))
@@ -200,7 +196,7 @@ def test_without_memory_there_is_the_pipe(
     assert "Bad file descriptor" in record.message
 
 
-def test_a_turn_of_the_loop_copies_some_and_leaves_the_rest_to_the_thread(
+def test_loop_turn_copies_a_bounded_part(
     harness: SenderHarness,
 ) -> None:
     size = 1_000_000
@@ -287,9 +283,7 @@ def allocated(harness: SenderHarness, number: int, size: int = SMALL) -> Any:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_an_allocated_array_is_sent_as_it_lies_and_what_the_model_writes_is_not_in_it(
-    harness: SenderHarness, size: int
-) -> None:
+def test_allocated_array_is_sent_without_a_copy(harness: SenderHarness, size: int) -> None:
     arrays = [allocated(harness, number, size) for number in range(3)]
     harness.dispatch(harness.arrive(*arrays))
     assert harness.jobs == []
@@ -325,7 +319,7 @@ def test_memory_that_a_forked_child_sees_is_never_another_input(
     assert harness.slabs.count == forks
 
 
-def test_a_turn_of_the_loop_has_the_system_provide_little_memory(harness: SenderHarness) -> None:
+def test_loop_turn_maps_little_memory(harness: SenderHarness) -> None:
     kept: list[Any] = []
     found: list[Any] = []
     most = MOST_PER_TURN // FRESH_COST // SMALL
@@ -465,7 +459,7 @@ def images(count: int, size: int = SMALL) -> list[Any]:
 
 
 @anyio
-async def test_after_the_first_large_batch_inputs_are_stacked_without_a_copy() -> None:
+async def test_later_large_batches_are_stacked_without_copy() -> None:
     arrays = images(8)
     async with opened(Stacks, max_batch_size=8) as batcher:
         for number in range(4):
@@ -499,7 +493,7 @@ class Collated(InferenceModel[Any, Any]):
 
 
 @anyio
-async def test_a_model_with_a_collation_is_given_the_inputs_as_they_lie() -> None:
+async def test_collated_model_gets_inputs_without_copy() -> None:
     arrays = [filled(number) for number in range(6)]
     async with opened(Collated, max_batch_size=6, stages=True) as batcher:
         for _ in range(2):

@@ -69,7 +69,7 @@ async def test_a_failing_batch_fails_whole_where_the_settings_say_so(setting: st
         assert await batcher.process_batched("good") == 2
 
 
-async def test_a_model_that_always_fails_is_asked_a_bounded_number_of_times() -> None:
+async def test_always_failing_model_is_called_boundedly_often() -> None:
     """Fault F25."""
     async with DynBatcher(BrokenAndRaises, 16) as batcher:
         calls = [call(batcher, number) for number in range(16)]
@@ -117,7 +117,7 @@ async def test_a_fatal_device_error_replaces_the_worker_at_once(
     assert "its device cannot be used any more" in caplog.text
 
 
-async def test_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> None:
+async def test_answers_are_snapshots_of_reused_buffers() -> None:
     """Fault F29."""
     async with DynBatcher(Reuses, 1) as batcher:
         answers = [await batcher.process_batched(number) for number in (1, 2, 3)]
@@ -127,7 +127,7 @@ async def test_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> 
 # --- recycling ------------------------------------------------------------------------------------
 
 
-async def test_a_worker_is_recycled_after_its_batches_and_nobody_waits_for_it() -> None:
+async def test_recycling_delays_no_request() -> None:
     async with DynBatcher(Whereabouts, max_batches_per_worker=10) as batcher:
         pids: list[int] = []
         while len(set(pids)) < 4:
@@ -216,7 +216,7 @@ async def test_an_idle_worker_that_is_stopped_is_replaced(
     assert f"it was idle and has not answered for {fast_heartbeat:g} seconds" in caplog.text
 
 
-async def test_requests_sent_to_a_stopped_worker_are_answered_by_its_replacement(
+async def test_replacement_answers_requests_of_stopped_worker(
     fast_heartbeat: float,
 ) -> None:
     """Fault F22."""

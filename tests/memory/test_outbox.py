@@ -106,7 +106,7 @@ def test_a_value_comes_out_as_it_went_in(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("releases_gil", [None, True])
-def test_what_was_read_is_memory_of_its_own_and_can_be_written(
+def test_read_outputs_are_writable_copies(
     outbox: OutboxReader, writer: OutboxWriter, releases_gil: bool | None
 ) -> None:
     answer = left_answer(outbox, writer, [np.full(LARGE, 1, np.uint8), np.full(LARGE, 2, np.uint8)])
@@ -183,9 +183,7 @@ def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
         outbox.find(0, [10], [], [(10, 0)])
 
 
-def test_a_system_that_gives_and_takes_no_memory_is_no_harm(
-    outbox: OutboxReader, writer: OutboxWriter
-) -> None:
+def test_outbox_recovers_from_refused_memory(outbox: OutboxReader, writer: OutboxWriter) -> None:
     load(left_answer(outbox, writer, np.zeros(LARGE)))
     refuse_memory(writer._fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -197,9 +195,7 @@ def test_a_system_that_gives_and_takes_no_memory_is_no_harm(
     assert writer._ranges.count == 0
 
 
-def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
-    outbox: OutboxReader, writer: OutboxWriter
-) -> None:
+def test_unused_memory_returns_to_the_system(outbox: OutboxReader, writer: OutboxWriter) -> None:
     load(left_answer(outbox, writer, np.zeros(LARGE)))
     for _ in range(RESTS_TO_KEEP_MEMORY):  # it has been used since the last time
         assert memory_of(outbox._fd)

@@ -248,7 +248,7 @@ def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if SOURCES[name].part in MAY_IMPORT])
-def test_the_core_and_what_joins_arrays_use_little_of_python(name: str) -> None:
+def test_core_and_arrays_import_few_modules(name: str) -> None:
     for target in SOURCES[name].imports():
         assert ours(target) != "_process"
         if ours(target) is None:
@@ -342,7 +342,7 @@ def test_the_package_and_the_batcher_load_python_and_themselves_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["dynamic", "inference", "aio", "aio.inference"])
-def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) -> None:
+def test_decorators_load_no_process_code(module: str) -> None:
     loaded = modules_after(f"import fast_batcher.{module}")
     assert f"{PACKAGE}._local.decorated" in loaded
     assert top_levels(loaded) <= PYTHON_AND_OURS
@@ -375,14 +375,14 @@ def test_importing_starts_nothing_and_changes_nothing() -> None:
 
 
 @every_source
-def test_every_file_says_what_it_is_for(name: str) -> None:
+def test_every_file_has_a_docstring(name: str) -> None:
     docstring = ast.get_docstring(SOURCES[name].tree)
     assert docstring is not None
     assert docstring.splitlines()[0].endswith((".", ":"))
 
 
 @every_source
-def test_nobody_calls_what_is_forbidden(name: str) -> None:
+def test_forbidden_functions_are_not_called(name: str) -> None:
     # A command is a program: the loop is its own.
     allowed = ["asyncio.run"] if SOURCES[name].part == "_cli" else []
     assert [use for use in forbidden_uses(SOURCES[name].tree) if use not in allowed] == []

@@ -43,7 +43,7 @@ def read_services() -> dict[str, Any]:
 
 
 @each_image
-def test_an_image_is_slim_runs_as_a_numbered_user_and_installs_before_any_code(path: Path) -> None:
+def test_image_is_slim_and_runs_as_numbered_user(path: Path) -> None:
     (base,) = values(path, "FROM")
     version = re.fullmatch(r"python:(3\.\d+)-slim", base)
     assert version
@@ -58,7 +58,7 @@ def test_an_image_is_slim_runs_as_a_numbered_user_and_installs_before_any_code(p
 
 
 @each_image
-def test_an_image_is_healthy_in_time_and_is_granted_the_time_to_end(path: Path) -> None:
+def test_image_has_health_check_and_stop_time(path: Path) -> None:
     (text,) = values(path, "CMD")
     command = json.loads(text)
     granted = float(command[command.index("--timeout-graceful-shutdown") + 1])

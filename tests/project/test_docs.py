@@ -23,7 +23,7 @@ PROGRAMS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "printed"), PROGRAMS)
-def test_a_program_prints_what_the_page_says(code: str, printed: str, tmp_path: Path) -> None:
+def test_programs_print_the_shown_output(code: str, printed: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(code)
     done = run_command(
@@ -78,7 +78,7 @@ def test_every_test_that_guarantees_name_exists() -> None:
         assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
 
 
-def test_the_comparison_links_what_fast_batcher_has_and_names_what_is_missing() -> None:
+def test_comparison_links_abilities_and_names_missing_ones() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
     abilities = 0
     for section in page.split("\n## ")[1:]:

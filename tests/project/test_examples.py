@@ -164,7 +164,7 @@ def test_answers_to_many_at_once_are_the_models_own(
 
 
 @pytest.mark.slow
-def test_requests_in_flight_share_batches_at_one_endpoint_and_not_at_the_other(
+def test_only_the_batched_endpoint_shares_batches(
     embeddings: httpx2.Client,
 ) -> None:
     sizes = {}

@@ -70,7 +70,7 @@ def test_in_a_closed_loop_every_request_is_answered_and_counted(target: Target) 
 
 
 @pytest.mark.slow
-def test_in_an_open_loop_exactly_the_arrivals_that_were_drawn_are_sent(target: Target) -> None:
+def test_open_loop_sends_exactly_the_drawn_arrivals(target: Target) -> None:
     (plan,) = make_plans(target, Case("batched", "/double", 50, rate=200.0), 0, SETTINGS)
     (record,) = run_clients([plan])
     arrivals = draw_arrivals(plan, 0.0, random.Random(plan.seed))
@@ -140,7 +140,7 @@ def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
 
 
 @pytest.mark.slow
-def test_the_load_test_runs_from_the_command_line_and_stores_what_it_measured(
+def test_load_test_command_stores_its_results(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "body").write_bytes(BODIES[0])

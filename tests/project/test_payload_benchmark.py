@@ -36,7 +36,7 @@ def test_the_last_arrival_is_timed_and_not_the_others() -> None:
     assert figures["whole"] == 1.0
 
 
-def test_batches_that_were_not_whole_are_told_and_mixed_up_answers_are_seen() -> None:
+def test_incomplete_batches_and_mixed_answers_are_reported() -> None:
     async def alone(value: Any) -> Any:
         return ArrayStacked().infer([value])[0]
 

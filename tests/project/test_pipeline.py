@@ -95,9 +95,7 @@ def test_a_picture_without_objects_never_reaches_the_classifier(client: httpx2.C
     ],
     ids=["empty", "cut off", "too large"],
 )
-def test_what_is_no_picture_is_422_and_reaches_no_model(
-    client: httpx2.Client, path: str, body: bytes, reason: str
-) -> None:
+def test_invalid_picture_is_422(client: httpx2.Client, path: str, body: bytes, reason: str) -> None:
     before = client.get("/stats").json()
     answer = client.post(path, content=body)
     assert answer.status_code == 422
@@ -176,7 +174,7 @@ def test_objects_of_several_pictures_share_a_batch(
     assert [one.result(LIMIT).json() for one in answers] == [FOUND_ELLIPSE] + 3 * [FOUND]
 
 
-def test_a_deadline_that_passes_in_the_first_model_ends_the_chain(
+def test_deadline_in_first_model_ends_the_chain(
     held: str, clients: ThreadPoolExecutor, arrive: Arrive
 ) -> None:
     before = ask_until(held)
@@ -189,7 +187,7 @@ def test_a_deadline_that_passes_in_the_first_model_ends_the_chain(
     assert_goes_on(held, clients, arrive)
 
 
-def test_the_second_model_gets_what_the_first_has_left_of_the_time(
+def test_second_model_gets_the_remaining_time(
     held: str, clients: ThreadPoolExecutor, arrive: Arrive
 ) -> None:
     before = ask_until(held)

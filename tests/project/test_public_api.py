@@ -70,7 +70,7 @@ def test_the_import_paths_of_fast_dynamic_batcher_bring_one_name(module: str, na
     assert [one for one in vars(path) if one[0] != "_"] == path.__all__ == [name]
 
 
-def test_what_the_fastapi_package_offers_can_be_imported_from_it() -> None:
+def test_public_names_of_fastapi_package_are_importable() -> None:
     package = importlib.import_module("fast_batcher.fastapi")
     assert {"JsonEndpoint", "cancel_on_disconnect", "read_array"} < set(package.__all__)
     assert all(hasattr(package, name) for name in package.__all__)
@@ -89,7 +89,7 @@ def test_nothing_is_needed_besides_python() -> None:
 # Signatures. The table of parameters in the design wins over every other document.
 
 
-def test_the_decorators_take_what_those_of_batched_take() -> None:
+def test_decorators_accept_the_arguments_of_batched() -> None:
     """The parameters of batched 0.1.5, in their order and with their defaults, before our own."""
     first = [("func", None), ("batch_size", 32), ("timeout_ms", 5.0), ("small_batch_threshold", 8)]
     pad = [("pad_tokens", None), ("padding_side", "right")]
@@ -205,7 +205,7 @@ def test_the_table_of_settings_is_the_list_of_options() -> None:
         assert meaning.startswith(option.doc), name
 
 
-def test_each_option_says_what_a_file_or_a_command_line_needs() -> None:
+def test_each_option_is_complete() -> None:
     assert list(OPTIONS) == list(Settings.__annotations__)
     assert {name for name, option in OPTIONS.items() if option.is_live} == {
         *Reconfiguration.__annotations__

@@ -93,7 +93,7 @@ def test_no_callback_is_swapped_at_run_time(name: str) -> None:
                 assert target.value.id == "self", ast.unparse(node)
 
 
-def test_what_concerns_the_whole_process_is_in_few_places() -> None:
+def test_process_wide_state_is_in_few_modules() -> None:
     setters = {
         name
         for name, tree in TREES.items()

@@ -82,7 +82,7 @@ async def test_killed_actors_cost_no_request(cluster: RayCluster) -> None:
     assert_balance(batcher)
 
 
-async def test_request_that_kills_its_actor_is_poison_and_others_are_answered(
+async def test_request_that_kills_its_actor_is_poison(
     cluster: RayCluster,
 ) -> None:
     batcher = DynBatcher(Placed, 4, model_args=[0.005], workers=SPREAD)
@@ -129,7 +129,7 @@ async def test_next_host_serves_on_after_the_death_of_a_host(cluster: RayCluster
     assert load.errors == []
 
 
-async def test_calls_get_not_ready_while_there_is_no_cluster_and_recover_with_it(
+async def test_calls_recover_with_the_cluster(
     cluster: RayCluster,
 ) -> None:
     """Both nodes end with the head; this process and its batcher do not."""

@@ -121,7 +121,7 @@ async def test_module_that_the_node_lacks_is_named_with_runtime_env(cluster: Ray
     assert "runtime_env={'working_dir': '.'}" in error
 
 
-async def test_demand_that_no_node_meets_is_named_with_what_it_asks_for(
+async def test_unmet_demand_is_named_with_its_resources(
     cluster: RayCluster,
 ) -> None:
     workers = RayWorkers(num_gpus=2, placement_timeout=8.0)

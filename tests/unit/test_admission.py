@@ -98,7 +98,7 @@ def test_the_first_of_all_takes_a_batch_of_one() -> None:
         pytest.param(5, 4, 2, 4, id="behind others of its turn"),
     ],
 )
-def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own(
+def test_prediction_includes_all_batches_before_the_request(
     waiting: int, more: int, full: int, own: int
 ) -> None:
     predicted = predict(learned(), backlog(waiting, 3.0), more)
@@ -106,7 +106,7 @@ def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own(
     assert predicted == pytest.approx(takes, rel=0.01)
 
 
-def test_what_scatters_is_predicted_by_its_long_times() -> None:
+def test_scattered_times_are_predicted_by_their_quantile() -> None:
     times = knows_nothing()
     for number in range(400):
         times.by_size.observe(4, 2.0 if number % 10 else 4.0)
@@ -114,7 +114,7 @@ def test_what_scatters_is_predicted_by_its_long_times() -> None:
     assert predict(times, backlog(8)) > SAFETY_FACTOR * 3 * 3.0, "two before it and its own"
 
 
-def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> None:
+def test_prediction_needs_a_batch_and_a_worker() -> None:
     assert predict(knows_nothing(), backlog(100)) == 0.0
     without_worker = backlog(100, inf, workers=0)
     assert predict(learned(), without_worker) == 0.0
@@ -124,21 +124,21 @@ def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> No
 # Where requests are not equals.
 
 
-def test_what_waits_drains_by_its_costs() -> None:
+def test_queue_drains_by_costs() -> None:
     times = learned(0.0, 10, 20, 40, packer=PaddedPacker(40))
     world = backlog(10, 3.0)._replace(cost=100.0)
     assert times.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
     assert times.seconds_until_drained(backlog(0, 3.0)) == 3.0
 
 
-def test_what_waits_drains_though_rounding_has_left_it_no_cost() -> None:
+def test_queue_drains_despite_rounding() -> None:
     times = learned(0.0, 10, 20, 40, packer=PaddedPacker(None))
     seconds = times.seconds_until_drained(backlog(2, 1.0)._replace(cost=0.0))
     assert seconds is not None
     assert 1.0 <= seconds < inf
 
 
-def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
+def test_low_priority_is_rejected_first() -> None:
     scheduler = make(max_batch_size=2, max_latency=4.9)
     now = taught_from(scheduler, 0.0)
     scheduler.rank_requests()
@@ -154,7 +154,7 @@ def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
 # At the door.
 
 
-def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() -> None:
+def test_rejection_names_predicted_times() -> None:
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
     assert arrive(scheduler, now, 2, now + 100) is not None
@@ -221,7 +221,7 @@ def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
     assert len(refused_at(scheduler, now, 3)) == 3
 
 
-def test_a_deadline_shorter_than_any_batch_gets_a_late_answer_or_a_quick_refusal() -> None:
+def test_too_short_deadline_is_late_or_rejected() -> None:
     """Fault F63."""
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
@@ -254,7 +254,7 @@ def test_a_deadline_without_a_target_predicts_nothing() -> None:
     ]
 
 
-def test_nobody_is_refused_while_no_worker_is_ready() -> None:
+def test_no_rejection_without_a_ready_worker() -> None:
     scheduler = make(max_batch_size=2, max_latency=1.6)
     taught_from(scheduler, 0.0)
     scheduler.worker_lost(0)
@@ -321,7 +321,7 @@ def test_one_that_would_be_late_leaves_room_for_others() -> None:
     assert error.retry_after is not None
 
 
-def test_a_batch_becomes_smaller_where_nobody_stands_behind() -> None:
+def test_batch_shrinks_without_requests_behind() -> None:
     """Alone it would be in time, so it goes alone."""
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
@@ -367,7 +367,7 @@ def cpu(size: float) -> float:
 @pytest.mark.parametrize(
     ("seconds", "size", "target"), [(with_knee, 64, 0.05), (mid, 32, 0.05), (cpu, 16, 0.1)]
 )
-def test_under_five_times_the_capacity_accepted_requests_are_answered_in_time(
+def test_accepted_requests_are_in_time_under_overload(
     seconds: Seconds, size: int, target: float, scatter: float
 ) -> None:
     """Fault F60, with a millisecond to spare for the event loop before and after."""

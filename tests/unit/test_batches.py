@@ -245,7 +245,7 @@ def test_numbers_become_arrays_or_join_the_tensors_beside_them() -> None:
 @pytest.mark.parametrize(
     "collation", [Collation.stack(batch_dim=1), Collation.pad(value=0, batch_dim=1)]
 )
-def test_a_batch_has_no_gradients_and_is_laid_out_as_its_axes_say(collation: Collation) -> None:
+def test_batch_layout_follows_its_axes(collation: Collation) -> None:
     """Compiled models and kernels ask for the layout."""
     tensors = join([torch.nn.Parameter(torch.ones(3, 4))] * 2, collation)
     assert not tensors.requires_grad

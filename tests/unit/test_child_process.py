@@ -68,7 +68,7 @@ def test_a_daemonic_process_can_have_a_batcher(program: Start, method: str) -> N
     assert running.finish() == (0, "")
 
 
-def test_a_program_from_standard_input_may_use_a_class_that_it_imports(tmp_path: Path) -> None:
+def test_program_from_stdin_may_use_imported_class(tmp_path: Path) -> None:
     done = run_script(
         tmp_path / "unused",
         """
@@ -114,9 +114,7 @@ def test_a_start_changes_nothing_in_the_environment_of_the_program(program: Star
 
 
 @pytest.mark.parametrize("is_free", [False, True], ids=["taken by the loop", "free"])
-def test_without_standard_streams_nothing_that_native_code_prints_lands_in_a_request(
-    tmp_path: Path, is_free: bool
-) -> None:
+def test_native_output_never_reaches_a_request(tmp_path: Path, is_free: bool) -> None:
     """In the program, the numbers 0 to 2 are those of its event loop, or free when it opens."""
     result = tmp_path / "result"
     done = run_script(
@@ -209,7 +207,7 @@ def test_the_exit_code_is_taken_and_no_zombie_is_left(
 
 
 @pytest.mark.usefixtures("_death_is_told_by")
-def test_an_exit_code_that_another_part_of_the_program_has_taken_is_unknown() -> None:
+def test_exit_code_reaped_elsewhere_is_unknown() -> None:
     child = start_and_wait(os._exit, 3)
     os.waitpid(child.pid, 0)
     assert child.take_exit_code() is None
@@ -220,7 +218,7 @@ def test_an_exit_code_that_another_part_of_the_program_has_taken_is_unknown() ->
 
 
 @one_loop
-async def test_a_worker_ignores_sigterm_and_answers_what_it_has(gate: Gate) -> None:
+async def test_worker_ignores_sigterm_and_answers(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
         visit = await gate.visit()
@@ -233,9 +231,7 @@ async def test_a_worker_ignores_sigterm_and_answers_what_it_has(gate: Gate) -> N
         assert batcher.stats.restarts == 0
 
 
-def test_sigterm_does_not_end_a_worker_that_imports_the_main_module(
-    program: Start, gate: Gate
-) -> None:
+def test_worker_importing_main_survives_sigterm(program: Start, gate: Gate) -> None:
     running = program(
         f"""
         if __name__ != "__main__":

@@ -86,7 +86,7 @@ def test_a_model_without_a_collation_is_left_alone() -> None:
     assert collate(recorder) is recorder
 
 
-def test_what_is_no_collation_is_named() -> None:
+def test_invalid_collation_is_named() -> None:
     recorder: Any = Recorder()
     recorder.collation = "stack"
     with pytest.raises(ConfigurationError, match="collation='stack' of Recorder: make one with"):
@@ -175,9 +175,7 @@ def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None
         (lambda batch: {1, 2}, "the output is a set"),
     ],
 )
-def test_what_is_no_rows_is_an_error_of_every_input(
-    answer: Callable[[Any], Any], message: str
-) -> None:
+def test_output_without_rows_fails_every_input(answer: Callable[[Any], Any], message: str) -> None:
     for fault in compute(Recorder(answer), Collation.stack(), row(), row()):
         assert isinstance(fault, OutputMismatchError)
         assert message in str(fault)
@@ -199,14 +197,14 @@ def test_what_is_no_rows_is_an_error_of_every_input(
         (lambda batch: [[1, 2], [3, 4]], "rows", [[1, 2], [3, 4]]),
     ],
 )
-def test_what_rows_are_made_of(
+def test_rows_are_read_from_outputs(
     answer: Callable[[Any], Any], outputs: Any, expected: list[Any]
 ) -> None:
     collation = Collation.stack(outputs=outputs)
     assert compute(Recorder(answer), collation, 0.0, 1.0) == expected
 
 
-def test_an_error_in_the_place_of_a_row_is_that_rows_own() -> None:
+def test_exception_as_output_row_fails_that_row() -> None:
     fault = ValueError("no")
     found = compute(Recorder(lambda batch: [batch[0], fault]), Collation.stack(), row(), row())
     assert found[0].tolist() == [0, 1, 2]
@@ -243,7 +241,7 @@ async def test_gradients_stay_in_the_worker() -> None:
 
 
 @pytest.mark.slow
-async def test_where_it_is_not_known_who_is_wrong_the_batch_is_divided() -> None:
+async def test_batch_with_unknown_culprit_is_divided() -> None:
     async with DynBatcher(Doubles, policy="fixed", max_delay=20, max_batch_size=4) as batcher:
         calls = [call(batcher, row(length)) for length in (2, 2, 3, 3)]
         assert [len(await outcome(task)) for task in calls] == [2, 2, 3, 3]
@@ -317,9 +315,7 @@ async def test_rows_of_several_callers_share_batches() -> None:
         ({}, "no batch"),
     ],
 )
-async def test_what_is_no_batch_is_refused_before_anything_is_queued(
-    batch: Any, message: str
-) -> None:
+async def test_invalid_batch_of_rows_is_rejected_unqueued(batch: Any, message: str) -> None:
     async with DynBatcher(Keeps) as batcher:
         with pytest.raises(CollationError, match=message):
             await batcher.process_rows(batch)
@@ -349,7 +345,7 @@ async def test_large_batches_are_split_and_joined_beside_the_loop(
 
 
 @pytest.mark.slow
-async def test_one_bad_row_fails_the_whole_input_and_nobody_else() -> None:
+async def test_bad_row_fails_only_its_input() -> None:
     async with DynBatcher(Compiled) as batcher:
         other = call(batcher, np.array([5.0]))
         with pytest.raises(InferenceError, match="negative"):

@@ -43,7 +43,7 @@ os.write(telling, b"done")
     assert (done.returncode, done.stdout) == (0, "done")
 
 
-def test_a_passed_descriptor_keeps_its_number_and_is_inherited_no_further() -> None:
+def test_passed_descriptor_is_not_inherited_further() -> None:
     fd = os.dup(0)
     os.set_inheritable(fd, True)
     assert PassedDescriptor(fd).detach() == fd

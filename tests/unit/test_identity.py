@@ -61,14 +61,12 @@ def test_siblings_share_a_scope_and_others_share_a_name(
 @pytest.mark.parametrize(
     ("shared", "name"), [("one", "Model"), ("two", "Other"), ("", "Model"), (True, "Other")]
 )
-def test_scopes_differ_by_the_name_given_and_by_the_batchers_name(
-    shared: bool | str, name: str
-) -> None:
+def test_scopes_differ_by_both_names(shared: bool | str, name: str) -> None:
     key = make_key(shared, {}, None, name)
     assert key.scope not in {make_key(other, {}, None, "Model").scope for other in (True, "two")}
 
 
-def test_the_supervisor_is_the_parent_and_a_named_scope_has_none() -> None:
+def test_only_unnamed_scopes_have_a_supervisor() -> None:
     assert make_key(True, {}, None, "Model").supervisor == os.getppid()
     assert make_key("name", {}, None, "Model").supervisor is None
     assert read_start_time(os.getppid()) == read_start_time(os.getppid())

@@ -50,7 +50,7 @@ async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
     assert all(request.is_settled for request in requests)
 
 
-def test_a_thread_cannot_cancel_what_is_being_told() -> None:
+def test_thread_cannot_cancel_during_settlement() -> None:
     future = concurrent.futures.Future[Any]()
     cancelled_while_told: list[bool] = []
     future.add_done_callback(lambda done: cancelled_while_told.append(done.cancel()))

@@ -85,7 +85,7 @@ def test_a_larger_batch_takes_no_less_time(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_what_is_no_time_teaches_nothing(seconds: float) -> None:
+def test_invalid_times_are_ignored(seconds: float) -> None:
     model = PaddedModel()
     model.observe(shape(1, 1), seconds)
     assert not model.is_known

@@ -48,7 +48,7 @@ def queue_of(*deadlines: float) -> RankedQueue:
         pytest.param(make_policy("adaptive", 5.0), 0.0, [inf], Release.IDLE, id="none yet"),
     ],
 )
-def test_what_it_decides(
+def test_policy_decisions(
     policy: Policy, waited: float, deadlines: list[float], decision: Release | float
 ) -> None:
     assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), LOAD) == decision

@@ -6,7 +6,7 @@ from fast_batcher._core.supervision import Recycling
 
 
 @pytest.mark.parametrize(("batches", "is_due"), [(1, False), (9, False), (10, True), (11, True)])
-def test_after_so_many_batches(batches: int, is_due: bool) -> None:
+def test_worker_is_due_after_max_batches(batches: int, is_due: bool) -> None:
     recycling = Recycling(10, None)
     assert recycling.is_wanted
     assert recycling.is_due(batches, 2**50) is is_due
@@ -19,7 +19,7 @@ def test_from_so_much_memory_on(rss_bytes: int, is_due: bool) -> None:
     assert recycling.is_due(2, rss_bytes) is is_due
 
 
-def test_a_limit_below_what_the_model_needs_makes_nobody_due() -> None:
+def test_limit_below_model_size_recycles_no_worker() -> None:
     recycling = Recycling(None, 100)
     assert not recycling.is_due(1, 100)
     assert recycling.is_limit_too_low

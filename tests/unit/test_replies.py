@@ -100,9 +100,7 @@ class Counted:
     ],
     ids=range(5),
 )
-def test_what_is_not_large_goes_through_the_pipe(
-    post: Post, outputs: list[Any], is_first: bool
-) -> None:
+def test_small_outputs_go_through_the_pipe(post: Post, outputs: list[Any], is_first: bool) -> None:
     if not is_first:
         post.pack([np.zeros(LARGE)])
     for _ in range(3):
@@ -123,7 +121,7 @@ def test_what_is_not_large_goes_through_the_pipe(
     ],
     ids=range(5),
 )
-def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> None:
+def test_large_outputs_go_into_the_outbox(post: Post, outputs: list[Any]) -> None:
     for _ in range(3):
         kind, got = post.pack(outputs)
         assert kind == Kind.SHARED_OUTPUTS
@@ -163,7 +161,7 @@ def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> N
 
 
 @pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
-def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
+def test_output_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
     _, (large, small) = post.pack([make(MAX_FRAME_BYTES), "small"])
     assert small == "small"
     assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(large)
@@ -184,7 +182,7 @@ def fill(post: Post) -> None:
 
 
 @pytest.mark.parametrize("output", [b"x" * (2 * MEBI), np.zeros(2 * MEBI, np.uint8)], ids=type)
-def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
+def test_outputs_without_room_use_the_pipe(
     post: Post, caplog: pytest.LogCaptureFixture, output: Any
 ) -> None:
     fill(post)
@@ -202,9 +200,7 @@ def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
     assert f"of max_shared_bytes={SIZE} are taken" in record.message
 
 
-def test_where_there_is_no_memory_the_pipe_is_left(
-    post: Post, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pipe_is_used_without_shared_memory(post: Post, caplog: pytest.LogCaptureFixture) -> None:
     refuse_memory(post.writer._fd)
     for _ in range(2):
         kind, (got,) = post.pack([np.full(LARGE, 1)])
@@ -214,7 +210,7 @@ def test_where_there_is_no_memory_the_pipe_is_left(
     assert post.writer._ranges.count == 0
 
 
-def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
+def test_missing_outbox_is_warned_about_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     encoder = ReplyEncoder(OSError("no such memory"), MAX_FRAME_BYTES)

@@ -54,7 +54,7 @@ def arrivals(request: pytest.FixtureRequest) -> Arrivals:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> None:
+def test_queue_behaves_like_a_list(arrivals: Arrivals, seed: int) -> None:
     """A list cannot be wrong."""
     chance = random.Random(seed)
     are_equal = isinstance(arrivals.queue, RequestQueue)

@@ -21,7 +21,7 @@ def curve_of(*events: tuple[float, list[float]]) -> ReturnCurve:
     return curve
 
 
-def test_it_expects_what_has_come() -> None:
+def test_curve_expects_observed_returns() -> None:
     curve = curve_of((4, [0.5, 1.5, 1.7, 8.0]))
     assert curve.count == 1
     assert curve.expected(0.0, 4) == [1, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4, 4]
@@ -33,7 +33,7 @@ def test_it_expects_in_proportion_but_no_more_than_usual() -> None:
     assert curve.expected(0.0, 8)[-1] == 2.0
 
 
-def test_what_is_broken_off_teaches_nothing() -> None:
+def test_interrupted_observation_is_ignored() -> None:
     curve = ReturnCurve()
     curve.begin(0.0, HORIZON, 1)
     curve.forget_open()

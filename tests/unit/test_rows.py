@@ -112,7 +112,7 @@ def test_a_feature_that_cannot_be_joined_is_named(make: Callable[[], Any]) -> No
         (np.ma.masked_array([1]), "the row is a MaskedArray; send a plain array"),
     ],
 )
-def test_what_cannot_be_a_row(value: Any, text: str) -> None:
+def test_invalid_rows_are_rejected(value: Any, text: str) -> None:
     with pytest.raises(CollationError) as caught:
         make_row(value, STACK)
     assert text in str(caught.value)

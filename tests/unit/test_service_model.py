@@ -89,13 +89,13 @@ def test_at_both_ends_the_line_goes_on() -> None:
     assert steep.median(4) == pytest.approx(0.5, rel=0.1)
 
 
-def test_one_size_says_nothing_of_larger_ones_and_no_fixed_cost_of_smaller_ones() -> None:
+def test_one_size_predicts_no_larger_size() -> None:
     model = model_of((8, 2.0))
     assert model.median(8) == model.median(64) == 2.0
     assert model.median(1) == 0.25
 
 
-def test_beyond_the_last_size_noise_of_neighbours_is_no_slope() -> None:
+def test_noise_of_neighbours_gives_no_slope() -> None:
     """Buckets that end and begin with nearly the same size, and times that differ a little."""
     model = model_of((1, 1.0), (16, 1.0), (17, 1.1), times=3)
     assert model.median(64) < 1.5

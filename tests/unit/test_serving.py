@@ -168,7 +168,7 @@ def test_the_rows_of_a_tensor_leave_their_gradients_behind(served: Served) -> No
 
 
 @serves(Echo)
-def test_stop_comes_after_what_was_sent_before(served: Served) -> None:
+def test_stop_follows_frames_sent_before(served: Served) -> None:
     served.channel.send(Kind.INPUT_ATOMS, 1, pickling.dumps(["last"]))
     served.channel.send(Kind.STOP)
     served.channel.send(Kind.INPUT_ATOMS, 2, pickling.dumps(["never read"]))
@@ -227,12 +227,12 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
         (Kind.RAISED, "cuda is nice"),
     ],
 )
-def test_what_the_model_raises_tells_what_can_be_done(served: Served, kind: int, text: str) -> None:
+def test_model_errors_have_their_frame_kinds(served: Served, kind: int, text: str) -> None:
     assert text in str(failure_in(served.ask(text), kind))
 
 
 @pytest.mark.parametrize("served", [(Echo, RunsOut())], indirect=True, ids=["stages"])
-def test_out_of_memory_in_a_stage_does_not_end_the_worker(served: Served) -> None:
+def test_worker_survives_out_of_memory_in_a_stage(served: Served) -> None:
     for _ in range(2):
         assert "out of memory" in str(outcomes_in(served.ask("a"))[0])
 
@@ -244,7 +244,7 @@ def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served)
 
 
 @serves(Says)
-def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Served) -> None:
+def test_worker_ends_after_a_fatal_error(served: Served) -> None:
     fatal = pickling.dumps(["CUDA error: unspecified launch failure"])
     served.channel.send(Kind.INPUT_ATOMS, 1, fatal)
     served.channel.send(Kind.INPUT_ATOMS, 2, pickling.dumps(["fine"]))
@@ -255,7 +255,7 @@ def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Serve
 
 
 @serves(BrokenAndRaises)
-def test_an_input_that_cannot_be_read_does_not_keep_the_others_from_another_try(
+def test_unreadable_input_does_not_prevent_retries(
     served: Served,
 ) -> None:
     bad = BrokenOnArrival("parent", KeyError("its own"))
@@ -264,7 +264,7 @@ def test_an_input_that_cannot_be_read_does_not_keep_the_others_from_another_try(
 
 
 @serves(Echo)
-def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> None:
+def test_worker_writes_progress_to_shared_memory(served: Served) -> None:
     assert (served.progress.taken, served.progress.begun) == (None, None)
     served.ask("a")
     assert (served.progress.taken, served.progress.begun) == (5, 5)

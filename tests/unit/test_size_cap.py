@@ -11,7 +11,7 @@ def go_well(cap: SizeCap, times: int) -> None:
         cap.went_well(cap.size)
 
 
-def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() -> None:
+def test_failed_try_doubles_the_wait() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)
     go_well(cap, FIRST_WAIT)
@@ -23,7 +23,7 @@ def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() 
     assert cap.size == 18
 
 
-def test_it_comes_to_an_end_and_starts_again_as_if_nothing_had_been() -> None:
+def test_cap_ends_and_starts_again() -> None:
     cap = SizeCap(3)
     cap.ran_out(3)
     cap.ran_out(3)

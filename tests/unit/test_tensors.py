@@ -20,7 +20,7 @@ def test_a_tensor_of_numbers_is_made_of_its_bytes_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qint8", "quint8", "qint32", "bits8"])
-def test_a_dtype_that_is_not_known_to_be_safe_is_refused(name: str) -> None:
+def test_unknown_dtype_is_rejected(name: str) -> None:
     """PyTorch would end the process for some of them."""
     with pytest.raises(TypeError, match=f"dtype torch.{name} cannot be made of bytes"):
         rebuild_tensor(memoryview(bytearray(8)), getattr(torch, name), (8,))

@@ -59,7 +59,7 @@ def test_without_inputs_there_is_nothing_to_tell() -> None:
     assert warm_up(Warm([]), 4) == []
 
 
-def test_a_full_batch_that_is_too_large_is_no_reason_not_to_start() -> None:
+def test_worker_starts_if_full_batch_is_too_large() -> None:
     """Requests may never fill one, and batches become smaller if they do."""
     assert [size for size, _ in warm_up(Sizes("a", most=2), 8)] == [1]
     with pytest.raises(WorkerStartupError, match="MemoryError: too large"):
