@@ -172,7 +172,7 @@ async def test_each_caller_gets_its_own_answer() -> None:
         assert assert_balance(batcher).completed == 1000
 
 
-async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
+async def test_exception_as_output_fails_that_request_alone() -> None:
     """Fault F28."""
     async with DynBatcher(FailsPositions) as batcher:
         calls = [call(batcher, text) for text in ("one", "bad", "two")]
@@ -184,7 +184,7 @@ async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
         assert (stats.completed, stats.failed) == (2, 1)
 
 
-async def test_a_wrong_timeout_is_refused_and_nothing_is_queued() -> None:
+async def test_invalid_timeout_is_rejected_unqueued() -> None:
     async with DynBatcher(Echo) as batcher:
         for timeout in [0, -1, math.nan, "1", True, [1]]:
             wrong: Any = {"timeout": timeout}
@@ -271,7 +271,7 @@ async def test_cancelled_requests_affect_no_others_of_batch(
 
 @ways_to_cancel
 @pytest.mark.parametrize("victims", [{0, 2}, {0, 1, 2, 3}], ids=str)
-async def test_a_waiting_request_that_is_cancelled_is_never_computed(
+async def test_cancelled_waiting_request_is_not_computed(
     gate: Gate, start: Cancellable, victims: set[int]
 ) -> None:
     others = sorted({0, 1, 2, 3} - victims)
@@ -318,7 +318,7 @@ async def test_cancelled_batch_behind_another_is_not_computed(
         assert (stats.completed, stats.cancelled) == (2, 1)
 
 
-async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate) -> None:
+async def test_answer_and_cancellation_in_the_same_turn(gate: Gate) -> None:
     """The caller is cancelled after its future was settled, before it could look."""
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         calls = [call(batcher, number) for number in range(2)]
@@ -420,7 +420,7 @@ async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
 
 
 @both_loops
-async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
+async def test_infer_timeout_replaces_worker_and_keeps_queue(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F20."""
@@ -490,7 +490,7 @@ class Weighed:
         return str, ("an input",)
 
 
-async def test_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None:
+async def test_full_byte_queue_rejects_at_once(gate: Gate) -> None:
     """Fault F62."""
     settings: dict[str, Any] = {"max_queue_bytes": 1000, "max_queue_size": 2}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
@@ -699,7 +699,7 @@ async def test_a_submitted_request_is_cancelled_from_its_thread(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_submitted_request_is_cancelled_while_its_answer_is_read(
+async def test_submitted_request_is_cancelled_during_its_answer(
     others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with DynBatcher(Echo) as batcher:
@@ -835,7 +835,7 @@ async def test_earlier_close_does_not_close_reopened_batcher(
 
 @both_loops
 @pytest.mark.parametrize("end", ["stop", "aclose"])
-async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, end: str) -> None:
+async def test_open_fails_if_batcher_is_closed_meanwhile(gate: Gate, end: str) -> None:
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), stop_timeout=SOON)
     opening = asyncio.create_task(batcher.open())
     visit = await gate.visit()
@@ -910,7 +910,7 @@ async def test_requests_unfinished_after_drain_timeout_fail(gate: Gate) -> None:
     assert assert_balance(batcher).failed == 5
 
 
-async def test_a_call_after_the_end_is_refused_at_once() -> None:
+async def test_call_after_close_is_rejected() -> None:
     """Fault F50; it may end by an exception in the body."""
     with pytest.raises(ZeroDivisionError):
         async with DynBatcher(Echo, name="closed one") as batcher:
@@ -986,7 +986,7 @@ async def test_stop_fails_running_and_waiting_requests(gate: Gate, how: str, thr
 
 
 @both_loops
-async def test_stop_may_be_called_by_the_callback_of_an_answer(gate: Gate) -> None:
+async def test_stop_works_in_callback_of_an_answer(gate: Gate) -> None:
     """In the middle of settling a batch: the others of it have their answers all the same."""
     batcher = DynBatcher(Holds, 3, model_args=(gate.path,), stop_timeout=SOON)
     await batcher.open()

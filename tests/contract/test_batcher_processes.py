@@ -104,7 +104,7 @@ async def test_killed_worker_fails_its_batch_and_is_replaced(gate: Gate) -> None
 
 
 @both_loops
-async def test_a_killed_worker_is_noticed_although_its_child_lives_on(gate: Gate) -> None:
+async def test_death_of_worker_with_child_is_noticed(gate: Gate) -> None:
     """Fault F02: its child has inherited pipe and sentinel, so neither tells of the death."""
     async with DynBatcher(Forks, model_args=(gate.path,), idempotent=False) as batcher:
         running = call(batcher, None)
@@ -130,7 +130,7 @@ async def test_a_killed_worker_is_noticed_although_its_child_lives_on(gate: Gate
 
 @both_loops
 @pytest.mark.parametrize("num_workers", [1, 2])
-async def test_idle_workers_are_killed_and_replaced_and_no_request_fails(num_workers: int) -> None:
+async def test_killed_idle_workers_fail_no_request(num_workers: int) -> None:
     """Faults F01 and F10."""
     async with DynBatcher(Whereabouts, num_workers=num_workers) as batcher:
         pids: set[int] = set()
@@ -345,7 +345,7 @@ async def test_max_frame_bytes_is_exact() -> None:
         assert assert_balance(batcher).restarts == 0
 
 
-async def test_a_model_that_prints_a_lot_is_not_held_up() -> None:
+async def test_printing_model_is_not_delayed() -> None:
     """Fault F30."""
     async with DynBatcher(Noisy) as batcher:
         assert await batcher.process_batched(2000) == 2000
@@ -414,7 +414,7 @@ async def test_failed_load_is_a_startup_error_with_cause(
 
 
 @both_loops
-async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gate) -> None:
+async def test_start_timeout_ends_a_hanging_constructor(gate: Gate) -> None:
     """Fault F13."""
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
     early = call(batcher, "early")
@@ -432,7 +432,7 @@ async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gat
 
 
 @both_loops
-async def test_a_replacement_that_fails_to_load_is_tried_again(
+async def test_failed_replacement_is_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with DynBatcher(LoadsAgain, model_args=(str(tmp_path / "attempts"),)) as batcher:
@@ -585,7 +585,7 @@ def test_live_loop_keeps_the_batcher(new_loop: NewLoop) -> None:
 
 
 @pytest.mark.parametrize("loads", [True, False], ids=["while it loads", "while it is started"])
-def test_the_loop_is_closed_before_the_worker_is_ready(run: Run, gate: Gate, loads: bool) -> None:
+def test_loop_closes_before_worker_is_ready(run: Run, gate: Gate, loads: bool) -> None:
     """The starter thread tells a loop that never turns again, or is closed."""
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
 
@@ -773,7 +773,7 @@ def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
     assert running.finish() == (0, "")
 
 
-def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, gate: Gate) -> None:
+def test_ctrl_c_during_start_shows_one_traceback(program: Start, gate: Gate) -> None:
     running = program(
         f"""
         async def main():

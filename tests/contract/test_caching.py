@@ -179,7 +179,7 @@ async def test_each_caller_gets_its_own_cached_output(make: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_of_a_hundred_equal_inputs_ninety_nine_may_leave(gate: Gate) -> None:
+async def test_equal_inputs_survive_cancelled_callers(gate: Gate) -> None:
     cache = LRUCache(1)
     async with DynBatcher(Holds, model_args=(gate.path,), cache=cache) as batcher:
         calls = [call(batcher, "hold") for _ in range(100)]
@@ -233,7 +233,7 @@ async def test_error_is_not_cached() -> None:
 
 
 @pytest.mark.slow
-async def test_a_key_of_ones_own_and_inputs_without_a_key() -> None:
+async def test_custom_keys_and_inputs_without_key() -> None:
     def key(value: Any) -> Any:
         return value["id"]
 
@@ -259,7 +259,7 @@ async def test_many_inputs_wait_for_room_in_the_queue() -> None:
 
 
 @pytest.mark.slow
-async def test_an_input_of_a_caller_that_left_may_be_changed(gate: Gate) -> None:
+async def test_input_of_cancelled_caller_may_change(gate: Gate) -> None:
     async with DynBatcher(Holds, 1, model_args=(gate.path,), cache=LRUCache(9)) as batcher:
         running = call(batcher, "hold")
         visit = await gate.visit()
@@ -450,7 +450,7 @@ async def test_outputs_of_other_weights_are_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_outputs_of_other_weights_are_not_found_after_a_close() -> None:
+async def test_reopening_drops_outputs_of_old_weights() -> None:
     batcher = DynBatcher(Versioned, model_args=("one",), cache=LRUCache(9))
     async with batcher:
         assert (await batcher.process_batched("same"))[0] == "one"

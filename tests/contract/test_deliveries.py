@@ -45,7 +45,7 @@ class Receivers:
         self.deliveries.add(self.waiting, output, asyncio.get_running_loop())
 
 
-async def test_a_turn_of_the_loop_makes_copies_for_a_slice() -> None:
+async def test_loop_turn_copies_for_a_time_slice() -> None:
     turn = 0
     copies: Counter[int] = Counter()
 

@@ -57,7 +57,7 @@ async def test_each_method_has_its_batches_and_its_size(make: Make) -> None:
         assert max(size for _, size, _ in answers) == 2
 
 
-async def test_a_method_that_is_called_rarely_does_not_starve(make: Make) -> None:
+async def test_rarely_called_method_does_not_starve(make: Make) -> None:
     async with make(Both, 2, model_args=(0.002,)) as batcher:
         counts: Counter[str] = Counter()
 
@@ -100,7 +100,7 @@ async def test_methods_have_groups_errors_and_cancellation(make: Make) -> None:
     assert (stats.completed, stats.cancelled) in ((4, 1), (5, 0))
 
 
-async def test_a_marked_infer_keeps_its_size_warm_up_and_collation(make: Make) -> None:
+async def test_marked_infer_keeps_its_options(make: Make) -> None:
     async with make(MarkedInfer, 8) as batcher:
         assert dir(batcher.methods) == ["miscounts"]
         answers = await asyncio.gather(*map(batcher.process_batched, range(4)))

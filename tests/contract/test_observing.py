@@ -79,7 +79,7 @@ async def test_batch_event_has_times_of_each_request() -> None:
 
 
 @both_loops
-async def test_whatever_ends_a_request_is_told_once_with_the_reason(gate: Gate) -> None:
+async def test_each_end_of_request_is_reported_once(gate: Gate) -> None:
     recorder = Recorder()
     options: Any = {"max_queue_size": 2, "observers": [recorder], "model_args": (gate.path,)}
     async with DynBatcher(Gated, 1, **options) as batcher:

@@ -45,7 +45,7 @@ def test_frame_other_than_answer_breaks_protocol(kind: int) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)], ids=repr)
-def test_an_output_that_cannot_be_unpickled_is_an_error(error: BaseException) -> None:
+def test_output_that_cannot_be_unpickled_fails(error: BaseException) -> None:
     items = [pickling.dumps("a"), pickling.dumps(BrokenOnArrival("parent", error))]
     one, two = read(Kind.OUTPUTS, items, 2)
     assert one == "a"

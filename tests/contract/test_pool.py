@@ -227,7 +227,7 @@ async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> No
     assert told.exits[-1].is_clean
 
 
-async def test_closing_does_not_wait_for_a_worker_that_loads(told: Told, gate: Gate) -> None:
+async def test_closing_does_not_wait_for_loading_worker(told: Told, gate: Gate) -> None:
     pool = told.open(NeverLoads, gate.path, stop_timeout=10 * LIMIT)
     visit = await gate.visit()
     with Watch([visit.pid]) as worker:

@@ -89,9 +89,7 @@ async def test_reload_under_load_loses_no_request(make: Make) -> None:
 
 @pytest.mark.parametrize("version", ["bad", "deadly"])
 @pytest.mark.filterwarnings("ignore:num_workers")
-async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(
-    make: Make, version: str
-) -> None:
+async def test_failed_reload_loses_no_request(make: Make, version: str) -> None:
     batcher = make(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
     async with batcher:
         load = Load(batcher)
@@ -141,7 +139,7 @@ async def test_a_worker_that_dies_meanwhile_is_replaced_too(make: Make) -> None:
         assert assert_balance(batcher).restarts > 0
 
 
-async def test_a_caller_that_leaves_does_not_stop_a_reload(make: Make, tmp_path: Path) -> None:
+async def test_cancelled_call_does_not_stop_reload(make: Make, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     async with make(Versioned, model_args=("one",)) as batcher:
         task = asyncio.create_task(batcher.reload(model_args=(f"waits {weights}",)))
@@ -192,7 +190,7 @@ async def test_reload_of_a_broken_batcher_opens_it(make: Make, how: str) -> None
         await batcher.aclose()
 
 
-async def test_one_reload_of_a_broken_batcher_runs_at_a_time(make: Make) -> None:
+async def test_broken_batcher_reloads_one_at_a_time(make: Make) -> None:
     batcher = make(Versioned, model_args=("bad",))
     try:
         await outcome(asyncio.create_task(batcher.open()))
@@ -287,7 +285,7 @@ async def test_reload_whose_host_dies_fails_and_is_forgotten(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("own_directory")
-async def test_reload_in_one_process_opens_the_broken_batchers_of_all() -> None:
+async def test_reload_opens_broken_batchers_of_all_processes() -> None:
     arguments = *ARGUMENTS[:2], ["bad"]
     batchers = [shared(*arguments) for _ in range(2)]
     try:

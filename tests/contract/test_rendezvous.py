@@ -264,7 +264,7 @@ def test_a_failed_launch_leaves_no_socket(directory: Path, key: HostKey) -> None
         ([], "no_such_module", "No module named 'no_such_module'"),
     ],
 )
-def test_a_host_that_dies_at_once_tells_its_starter_why(
+def test_early_host_death_reports_its_reason(
     directory: Path, key: HostKey, arguments: list[str], module: str, text: str
 ) -> None:
     connection, process = start(key, partial(launch_host, arguments=arguments, module=module))
@@ -365,7 +365,7 @@ def test_the_wait_for_the_lock_can_be_cancelled(directory: Path, key: HostKey) -
             connect(key, SERVE, LIMIT, cancelled)
 
 
-def test_a_replaced_host_leaves_the_socket_of_the_next(directory: Path, key: HostKey) -> None:
+def test_replaced_host_keeps_socket_of_next_host(directory: Path, key: HostKey) -> None:
     path = directory / key.file_name
     listeners: list[socket.socket] = []
 
@@ -485,7 +485,7 @@ def test_the_directory_is_private_whatever_the_umask(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["", "relative", "/no/such/directory"])
-def test_the_temporary_directory_is_used_without_a_runtime_directory(
+def test_temporary_directory_replaces_missing_runtime_directory(
     directory: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)

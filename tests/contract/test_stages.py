@@ -79,9 +79,7 @@ async def test_each_stage_has_a_batch_of_its_own(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("stage", ["prepare", "finish"])
-async def test_an_error_of_prepare_or_finish_fails_its_request_alone(
-    gate: Gate, stage: str
-) -> None:
+async def test_error_of_prepare_or_finish_fails_one_request(gate: Gate, stage: str) -> None:
     async with DynBatcher(
         InStages, 4, stage_threads=2, model_args=(gate.path,), isolate_errors=False
     ) as batcher:
@@ -110,7 +108,7 @@ async def test_a_batch_for_which_infer_raises_is_divided(gate: Gate) -> None:
         assert [value for value, _ in outcomes] == ["a", "b", "c"]
 
 
-async def test_a_death_costs_the_batches_that_infer_has_begun(gate: Gate) -> None:
+async def test_death_retries_only_begun_batches(gate: Gate) -> None:
     async with DynBatcher(
         InStages, 1, stage_threads=2, model_args=(gate.path,), idempotent=False
     ) as batcher:
@@ -238,7 +236,7 @@ async def test_reused_output_array_is_copied_for_finish(gate: Gate) -> None:
         assert [await outcome(task) for task in (first, second, third)] == [7.0, -1.0, -2.0]
 
 
-async def test_large_inputs_are_prepared_from_shared_memory_which_is_freed() -> None:
+async def test_prepare_frees_shared_memory_of_large_inputs() -> None:
     async with DynBatcher(Halves, 4) as batcher:
         rows = [np.full(2**17, number, np.float64) for number in range(24)]
         assert await batcher.process_many(rows) == [number * 2**16 for number in range(24)]
@@ -253,14 +251,14 @@ async def test_the_warm_up_runs_all_stages() -> None:
         assert await batcher.process_batched("3") == (7, 7)
 
 
-async def test_a_failing_warm_up_names_the_error_of_prepare() -> None:
+async def test_failing_warm_up_names_error_of_prepare() -> None:
     batcher = DynBatcher(WarmsUp, 2, model_args=("one",))
     with pytest.raises(WorkerStartupError, match=r"warm-up .* invalid literal for int"):
         await batcher.open()
     await batcher.aclose()
 
 
-async def test_a_model_that_is_named_by_text_has_stages_too(gate: Gate) -> None:
+async def test_string_model_has_stages(gate: Gate) -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher(
         "models.stages:InStages", 1, stage_threads=2, model_args=(gate.path,)
     )

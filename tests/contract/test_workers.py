@@ -71,7 +71,7 @@ async def test_worker_that_takes_too_long_is_replaced(
         assert after != before
 
 
-async def test_dead_worker_is_replaced_and_the_others_requests_are_answered(
+async def test_dead_worker_is_replaced(
     options: dict[str, Any],
 ) -> None:
     async with DynBatcher(Placed, idempotent=False, **options) as batcher:

@@ -274,7 +274,7 @@ def names_in(expression: str) -> set[str]:
     return set(words) - {"and", "or", "unless", "by"}
 
 
-def test_the_documents_name_metrics_that_exist_and_nothing_else() -> None:
+def test_documented_metrics_exist() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo)
     instrument(batcher, registry)
@@ -400,7 +400,7 @@ def two_servers(serve: Callable[..., Server], metrics_folder: Path) -> Iterator[
 
 
 @has_prometheus
-def test_a_real_prometheus_sees_each_request_of_two_servers_once(
+def test_prometheus_counts_requests_of_two_servers_once(
     two_servers: Server, metrics_folder: Path, watch: Callable[..., Prometheus]
 ) -> None:
     url = two_servers.url()

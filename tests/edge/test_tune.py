@@ -74,7 +74,7 @@ def test_the_arrivals_of_a_trace_are_used() -> None:
     assert by_size[64] < by_size[1] / 2
 
 
-def test_no_request_is_lost_in_virtual_time_below_the_capacity() -> None:
+def test_load_below_capacity_loses_no_request() -> None:
     outcome = Simulation(poisson(100.0, 5000, 1), lambda size, _: 0.005, 8, 1).run()
     assert outcome.lost == 0
     assert outcome.answered_per_second == pytest.approx(100, rel=0.05)

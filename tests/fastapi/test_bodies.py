@@ -114,7 +114,7 @@ def test_malformed_body_is_a_client_error(limited: str, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_slow_clients_do_not_keep_others_waiting(limited: str) -> None:
+def test_thousand_slow_clients_block_no_other(limited: str) -> None:
     """Fault F68."""
     clients = [connect(limited) for _ in range(1000)]
     try:
@@ -184,7 +184,7 @@ def assert_serves(url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/bytes", "/array"])
-def test_a_body_that_announces_too_much_is_refused_unread(url: str, path: str) -> None:
+def test_too_large_content_length_is_rejected_unread(url: str, path: str) -> None:
     with connect(url) as client:
         client.sendall(head(path, f"Content-Length: {2**40}", "Expect: 100-continue"))
         status, text = answer_of(client)
@@ -258,7 +258,7 @@ def test_body_is_read_before_disconnect_is_awaited(url: str, gate: Gate) -> None
 
 
 @pytest.mark.slow
-def test_nothing_of_all_this_is_in_the_servers_log(serve: Callable[..., Server]) -> None:
+def test_body_errors_are_not_in_server_log(serve: Callable[..., Server]) -> None:
     server = serve("apps.bodies:app", "--no-access-log")
     url = server.url()
     with connect(url) as client:
@@ -338,9 +338,7 @@ async def test_a_body_arrives_where_the_workers_see_it() -> None:
     ("shape", "length", "status"),
     [(-1, None, 411), ((5, -1), "24", 422), ((0, -1), "0", 422), (-1, "31", 413)],
 )
-def test_a_size_that_cannot_be_found_is_refused_unread(
-    shape: Any, length: str | None, status: int
-) -> None:
+def test_unknown_size_is_rejected_unread(shape: Any, length: str | None, status: int) -> None:
     sent = Sent(bytes(24), length=length)
     with pytest.raises(BodyError) as caught:
         read_as_array(sent, shape, "u1", max_bytes=30)

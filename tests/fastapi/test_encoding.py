@@ -48,7 +48,7 @@ def test_unserializable_value_is_an_error(value: Any) -> None:
 @pytest.mark.parametrize(
     "numbers", [[1, 2.5], np.array([1, 2.5]), torch.tensor([1, 2.5]).bfloat16()]
 )
-def test_base64_is_float32_with_the_least_significant_byte_first(numbers: Any) -> None:
+def test_base64_is_little_endian_float32(numbers: Any) -> None:
     assert base64.b64decode(to_base64(numbers)) == b"\0\0\x80?\0\0 @"
 
 

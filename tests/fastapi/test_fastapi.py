@@ -125,7 +125,7 @@ def test_each_error_has_its_answer(
     assert body == {"detail": detail, "code": code}
 
 
-def test_the_table_has_every_class_of_the_error_tree() -> None:
+def test_status_table_has_every_error_class() -> None:
     tree = {
         kind
         for kind in vars(errors).values()
@@ -179,9 +179,7 @@ def make_timeout_app(timeout: float | None = 30.0, **options: Any) -> TestClient
     ("value", "timeout"),
     [("0.25", 0.25), ("2", 2.0), ("1e-3", 0.001), ("30", None), ("29.999", 29.999), ("31", None)],
 )
-def test_a_header_shortens_a_deadline_and_never_lengthens_it(
-    value: str, timeout: float | None
-) -> None:
+def test_header_can_only_shorten_a_deadline(value: str, timeout: float | None) -> None:
     headers = {"X-Request-Timeout": value}
     response = make_timeout_app().get("/", headers=headers)
     assert (response.status_code, response.json()) == (200, timeout)
@@ -371,7 +369,7 @@ def test_unaccepted_websocket_gets_the_http_answer() -> None:
     assert closed.value.code == 1013
 
 
-def test_an_error_after_the_websocket_was_closed_changes_nothing() -> None:
+def test_error_after_websocket_close_changes_nothing() -> None:
     client = TestClient(make_raising_app(errors.InferenceError("x")))
     with client.websocket_connect("/closed") as session:
         with pytest.raises(WebSocketDisconnect) as closed:
@@ -405,7 +403,7 @@ class Diary:
         return lifespan
 
 
-def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
+def test_combined_lifespans_exit_in_reverse() -> None:
     diary = Diary()
     combined = combine_lifespans(
         diary.lifespan("a", {"db": 1, "who": "a"}),
@@ -466,7 +464,7 @@ class Shouting:
 
 
 @pytest.mark.slow
-def test_the_dependency_serves_routes_and_websockets_whose_clients_may_leave() -> None:
+def test_dependency_serves_routes_and_websockets() -> None:
     batcher = DynBatcher(Echo)
     app, _ = make_echo_app(batcher, lifespan=batcher.lifespan, dependencies=[cancel_on_disconnect])
     left = threading.Event()
@@ -551,9 +549,7 @@ def test_openapi_shows_exactly_the_statuses_that_were_named() -> None:
 
 
 @pytest.mark.slow
-def test_health_follows_a_batcher_from_loading_to_ready_to_draining(
-    gate: Gate, thread: ThreadPoolExecutor
-) -> None:
+def test_health_follows_state_of_batcher(gate: Gate, thread: ThreadPoolExecutor) -> None:
     batcher = DynBatcher(Gated, model_args=(gate.port,), name="embedder")
     app = FastAPI(lifespan=batcher.lifespan(wait_ready=False))
     install_exception_handlers(app)
@@ -699,7 +695,7 @@ def test_uvicorn_stops_with_a_readable_message(app: str, error: str, cause: str)
 
 
 @pytest.mark.slow
-def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
+def test_uvicorn_logs_each_failure_once(
     serve: Callable[..., Server],
 ) -> None:
     server = serve("apps.failing:app")
@@ -738,7 +734,7 @@ def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
         pytest.param("json_disconnect:app", marks=needs_included_routers),
     ],
 )
-def test_clients_that_go_away_are_forgotten_queued_or_running(
+def test_requests_of_disconnected_clients_are_removed(
     serve: Callable[..., Server], gate: Gate, app: str
 ) -> None:
     """Faults F43 and F44."""

@@ -94,7 +94,7 @@ def send(app: FastAPI, content: bytes, path: str = "/predict", **headers: str) -
 @pytest.mark.parametrize(
     "kind", ["application/json", "Application/JSON ; charset=utf-8", "application/x+json"]
 )
-def test_a_valid_body_gets_the_answer_of_an_ordinary_endpoint(content: bytes, kind: str) -> None:
+def test_valid_body_gets_the_usual_answer(content: bytes, kind: str) -> None:
     by_json, by_fastapi = (
         send(make_app(add), content, **{"content-type": kind}) for add in (add_json, add_plain)
     )
@@ -106,7 +106,7 @@ def test_a_valid_body_gets_the_answer_of_an_ordinary_endpoint(content: bytes, ki
     "content",
     [b'{"text": 5}', b'{"number": NaN, "text": "a"}', b'{"number": "x"}'],
 )
-def test_an_invalid_body_is_described_as_by_an_ordinary_endpoint(content: bytes) -> None:
+def test_invalid_body_gets_the_usual_error(content: bytes) -> None:
     by_json, by_fastapi = (send(make_app(add), content) for add in (add_json, add_plain))
     assert (by_json.status_code, by_json.json()) == (by_fastapi.status_code, by_fastapi.json())
 
@@ -126,7 +126,7 @@ def test_invalid_json_is_422_without_the_input(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded"])
-def test_a_body_that_another_site_could_send_is_refused(kind: str) -> None:
+def test_cross_site_body_is_rejected(kind: str) -> None:
     found = send(make_app(add_json), b'{"text": "a"}', **{"content-type": kind})
     assert (found.status_code, found.json()["detail"][:21]) == (415, "the body must be JSON")
 
@@ -136,7 +136,7 @@ def test_result_of_wrong_type_is_not_sent() -> None:
     assert (found.status_code, found.text) == (500, "Internal Server Error")
 
 
-def test_middlewares_and_the_limit_on_bodies_see_every_request() -> None:
+def test_middlewares_and_body_limits_apply() -> None:
     app = make_app(add_json, max_body_size=30)
 
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Any]]) -> Any:

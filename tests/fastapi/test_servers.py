@@ -99,7 +99,7 @@ def test_signal_while_the_model_loads_ends_the_server(
     assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
 
 
-def test_the_first_ctrl_c_drains_and_the_second_ends(
+def test_first_ctrl_c_drains_and_second_ends(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
     """Fault F42."""
@@ -257,7 +257,7 @@ def test_sigterm_loses_nothing_that_was_accepted(
     assert_nothing_was_lost(server, clients)
 
 
-def test_nothing_of_hypercorn_is_left_when_sigterm_reaches_its_group(
+def test_group_sigterm_leaves_nothing_of_hypercorn(
     serve: Callable[..., Server], load: Callable[[str], Load]
 ) -> None:
     """Its server processes handle no SIGTERM, so they end at once and their connections close.

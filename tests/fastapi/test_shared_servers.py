@@ -87,7 +87,7 @@ def test_server_processes_share_one_model(
     "command",
     [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
 )
-def test_answers_are_right_while_the_processes_are_replaced_after_hup(
+def test_answers_are_right_during_sighup_replacement(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
 ) -> None:
     server, clients = start(serve, load, command)
@@ -111,7 +111,7 @@ def test_answers_are_right_while_gunicorn_recycles_its_processes(
     "command",
     [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
 )
-def test_a_killed_process_is_replaced_and_the_model_stays_loaded(
+def test_model_survives_death_of_server_process(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
 ) -> None:
     """First the process that has started the host."""

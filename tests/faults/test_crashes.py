@@ -155,7 +155,7 @@ async def test_another_worker_answers_requests_of_killed_worker(
         assert batcher.stats.releases["retry"] == 3
 
 
-async def test_a_request_waits_for_the_replacement_until_its_deadline(gate: Gate) -> None:
+async def test_request_waits_for_replacement_until_deadline(gate: Gate) -> None:
     """Fault F02."""
     settings: dict[str, Any] = {"restart_backoff": 1000.0}
     async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
@@ -194,7 +194,7 @@ async def test_many_poisonous_requests_fail_no_other_request() -> None:
 # --- the budget of restarts -----------------------------------------------------------------------
 
 
-async def test_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
+async def test_constantly_dying_worker_breaks_the_batcher() -> None:
     """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 2, "restart_backoff": 0.01, "idempotent": False}
     async with DynBatcher(Crashes, restart_window=LIMIT, **settings) as batcher:
@@ -217,7 +217,7 @@ async def test_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
         await batcher.process_batched("fine")
 
 
-async def test_waiting_requests_fail_when_the_restart_budget_is_spent(gate: Gate) -> None:
+async def test_spent_restart_budget_fails_waiting_requests(gate: Gate) -> None:
     """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 0, "idempotent": False}
     async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
@@ -231,7 +231,7 @@ async def test_waiting_requests_fail_when_the_restart_budget_is_spent(gate: Gate
         assert assert_balance(batcher).failed == 2
 
 
-async def test_a_broken_batcher_comes_back_by_itself_after_the_window() -> None:
+async def test_broken_batcher_recovers_after_the_window() -> None:
     """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 0, "restart_window": 0.2, "idempotent": False}
     async with DynBatcher(Crashes, **settings) as batcher:
@@ -270,7 +270,7 @@ async def test_calls_in_turn_of_last_restart_fail(
         assert batcher.stats.waiting == 0
 
 
-async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) -> None:
+async def test_other_worker_serves_after_one_gave_up(tmp_path: Path) -> None:
     """Fault F14."""
     needed = tmp_path / "weights"
     needed.touch()

@@ -165,7 +165,7 @@ async def test_request_is_poison_after_two_host_deaths(
         assert await outcome(late) == 14
 
 
-async def test_requests_that_are_not_idempotent_are_lost_with_their_host(
+async def test_non_idempotent_requests_die_with_host(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     async with make(idempotent=False) as batcher:
@@ -177,7 +177,7 @@ async def test_requests_that_are_not_idempotent_are_lost_with_their_host(
         assert await batcher.process_batched(1) == 2
 
 
-async def test_a_host_killed_while_its_model_loads_is_replaced(
+async def test_host_killed_during_load_is_replaced(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     batcher = make(holds_load=True)
@@ -230,7 +230,7 @@ async def test_repeatedly_dying_host_fails_calls_and_recovers(
 # --- the host does not start ----------------------------------------------------------------------
 
 
-async def test_each_client_is_told_why_a_host_cannot_start(
+async def test_start_error_of_host_reaches_each_client(
     make: Callable[..., Batcher], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "none")
@@ -351,9 +351,7 @@ async def test_failed_load_reaches_every_client(
 # --- the host, or a client, is stopped ------------------------------------------------------------
 
 
-async def test_calls_of_a_stopped_host_expire_and_it_is_replaced(
-    make: Callable[..., Batcher], hosts: Hosts
-) -> None:
+async def test_stopped_host_is_replaced(make: Callable[..., Batcher], hosts: Hosts) -> None:
     async with make() as batcher:
         host = await host_of(batcher)
         (hosts.notes / f"killed.{host}").touch()
@@ -469,7 +467,7 @@ def is_open_as(path: str, fd: str) -> bool:
 
 
 @pytest.mark.parametrize("way", ["aclose", "stop"])
-async def test_a_batcher_closes_while_it_waits_for_the_lock(
+async def test_batcher_closes_while_waiting_for_lock(
     make: Callable[..., Batcher], lock: int, way: str
 ) -> None:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -524,7 +522,7 @@ async def test_a_connection_without_hello_is_closed(
         assert await batcher.process_batched(1) == 2
 
 
-async def test_a_host_without_descriptors_refuses_clients_and_serves_its_own(
+async def test_host_without_descriptors_rejects_new_clients(
     make: Callable[..., Batcher], hosts: Hosts
 ) -> None:
     async with make() as batcher:
@@ -611,7 +609,7 @@ SUPERVISES = """
 
 
 @pytest.mark.parametrize("is_group", [False, True], ids=["supervisor", "group"])
-def test_nothing_is_left_of_a_server_whose_supervisor_is_killed(
+def test_killed_supervisor_leaves_nothing_of_server(
     hosts: Hosts, gate: Gate, program: Start, *, is_group: bool
 ) -> None:
     supervisor = program(client(hosts, gate, SUPERVISES))

@@ -252,7 +252,7 @@ def test_error_has_both_types(make: Callable[[], Exception]) -> None:
     assert original.__cause__ is None
 
 
-def test_the_remote_traceback_is_the_cause_and_notes_come_along() -> None:
+def test_remote_traceback_is_the_cause() -> None:
     original = ValueError("bad")
     original.add_note("input 7")
     error = from_model(original, "unused", REMOTE)

@@ -84,7 +84,7 @@ async def test_faulty_call_fails_alone_with_its_error(where: str, how: str) -> N
 
 
 @pytest.mark.parametrize("how", IN_WORKER)
-async def test_a_model_that_fails_in_close_leaves_no_process(
+async def test_error_in_close_leaves_no_process(
     how: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with measured(10.0, f"close x {how}"):

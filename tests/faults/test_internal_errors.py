@@ -31,7 +31,7 @@ def faults(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("where", ["decide", "arrived"])
-async def test_calls_that_the_pump_had_taken_end_with_an_error(
+async def test_calls_taken_by_failed_pump_fail(
     where: str, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with DynBatcher(Echo, 2, timeout=None) as batcher:

@@ -52,7 +52,7 @@ class LoopOf:
     [loop_of, functools.partial(loop_of), functools.partial(LoopOf()), LoopOf().method],
     ids=["function", "partial", "partial of an object", "bound method"],
 )
-async def test_an_async_function_runs_on_the_loop_of_its_callers(func: Any) -> None:
+async def test_async_function_runs_on_callers_loop(func: Any) -> None:
     async with aio.dynamically(func) as function:
         assert await function(1) is asyncio.get_running_loop()
 
@@ -141,7 +141,7 @@ async def test_priorities(strategy: PriorityStrategy, expected: list[str]) -> No
 # Tasks that are cancelled, and errors that end the loop.
 
 
-async def test_a_cancellation_by_the_function_itself_settles_all_callers() -> None:
+async def test_cancellation_by_function_settles_all_callers() -> None:
     async def cancel(items: list[int]) -> list[int]:
         if items == [0]:
             return items
@@ -224,7 +224,7 @@ async def test_loop_runs_between_batches_of_busy_function() -> None:
     assert len(set(seen)) == 5
 
 
-def test_a_loop_that_ends_while_calls_wait_harms_no_other() -> None:
+def test_ended_loop_affects_no_other_loop() -> None:
     entered: list[int] = []
 
     async def forever(items: list[int]) -> list[int]:
@@ -251,7 +251,7 @@ def test_a_loop_that_ends_while_calls_wait_harms_no_other() -> None:
 
 
 @both
-async def test_a_function_that_calls_itself_is_computed_at_once(func: Any) -> None:
+async def test_recursive_call_is_computed_at_once(func: Any) -> None:
     async def factorial(items: list[int]) -> list[int]:
         return [1 if item <= 1 else item * await function(item - 1) for item in items]
 
@@ -337,7 +337,7 @@ async def test_none_is_cached_and_an_error_is_not() -> None:
     assert calls == [[0], [1]]
 
 
-async def test_equal_items_of_other_types_have_their_own_outputs() -> None:
+async def test_equal_items_of_different_types_differ() -> None:
     item = {"a": 1}
     items = [1, True, 1.0, 0.0, -0.0, (1,), (True,), item, hash_input(item)]
 
@@ -352,7 +352,7 @@ async def test_equal_items_of_other_types_have_their_own_outputs() -> None:
 
 
 @pytest.mark.parametrize("what", ["get", "set", "stats"])
-async def test_a_cache_that_raises_is_done_without_and_named_once(
+async def test_raising_cache_is_logged_once_and_bypassed(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "fast_batcher"):

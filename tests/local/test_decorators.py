@@ -59,7 +59,7 @@ async def test_it_is_called_with_one_argument(variant: Variant) -> None:
 # Which batches are made.
 
 
-async def test_calls_that_come_while_the_function_computes_are_one_batch(variant: Variant) -> None:
+async def test_calls_during_a_batch_form_the_next(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated) as function:
         calls = [asyncio.create_task(function(0))]
@@ -109,7 +109,7 @@ async def test_a_batch_stays_within_its_length(
 
 
 @pytest.mark.slow
-async def test_a_full_queue_rejects_the_call_as_a_whole(variant: Variant) -> None:
+async def test_full_queue_rejects_whole_calls(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated, max_queue_size=2) as function:
         running = asyncio.create_task(function(0))
@@ -165,7 +165,7 @@ async def test_error_has_both_types(variant: Variant) -> None:
         assert Path(cause.__traceback__.tb_frame.f_code.co_filename).is_relative_to(TESTS)
 
 
-async def test_an_error_that_refuses_attributes_is_like_any_other(variant: Variant) -> None:
+async def test_error_without_settable_attributes_is_delivered(variant: Variant) -> None:
     def fail(items: list[int]) -> list[int]:
         raise FrozenError(items[0])
 
@@ -210,7 +210,7 @@ async def test_misleading_iterables_are_rejected(variant: Variant, name: str) ->
         assert await function(1) == 1
 
 
-async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Variant) -> None:
+async def test_exception_as_output_fails_its_item_alone(variant: Variant) -> None:
     def answer(items: list[int]) -> list[Any]:
         errors = {2: KeyError(2), 4: KeyboardInterrupt()}
         return [errors.get(item, item) for item in items]
@@ -308,7 +308,7 @@ async def test_out_of_memory_makes_batches_smaller(variant: Variant, raised: Exc
     assert sorted(sizes)[-3:] == [4, 8, 16]
 
 
-async def test_out_of_memory_frees_the_batch_and_ends_no_generator(variant: Variant) -> None:
+async def test_out_of_memory_frees_the_batch(variant: Variant) -> None:
     things: list[weakref.ref[Thing]] = []
 
     def fail() -> NoReturn:
@@ -339,7 +339,7 @@ async def test_out_of_memory_frees_the_batch_and_ends_no_generator(variant: Vari
         assert await function(1) == "goes on"
 
 
-async def test_the_first_error_ends_the_wait_for_the_whole_list(variant: Variant) -> None:
+async def test_first_error_ends_wait_for_the_list(variant: Variant) -> None:
     gated = variant.gated()
 
     def fail_for_negative(items: list[int]) -> Any:
@@ -427,7 +427,7 @@ def test_several_loops_call_at_once(variant: Variant) -> None:
 # Functions that call functions.
 
 
-async def test_context_variables_of_a_caller_are_not_seen_by_others(variant: Variant) -> None:
+async def test_callers_do_not_share_context_variables(variant: Variant) -> None:
     user = contextvars.ContextVar("user", default="unknown")
 
     def who(items: list[int]) -> list[str]:

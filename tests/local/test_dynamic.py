@@ -225,7 +225,7 @@ def test_recursive_call_raises_the_usual_error() -> None:
             assert isinstance(caught.value, InferenceError)
 
 
-def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
+def test_async_function_runs_in_one_thread_loop() -> None:
     loops: set[Any] = set()
     threads: set[str] = set()
 
@@ -278,7 +278,7 @@ def test_class_and_static_methods_in_either_order() -> None:
     end(Sub.name_of, outer_name_of(Sub))
 
 
-def test_an_instance_is_released_and_its_thread_with_it() -> None:
+def test_instance_is_released_with_its_thread() -> None:
     before = set(threading.enumerate())
     model = Model(2)
     assert model.scale([1, 2, 3]) == [2, 4, 6]
@@ -313,7 +313,7 @@ def test_instances_are_distinguished_by_identity() -> None:
     end(one.names, two.names)
 
 
-def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
+def test_slots_without_weakref_are_rejected() -> None:
     class Slotted:
         __slots__ = ()
 
@@ -336,7 +336,7 @@ def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
     end(instance.compute)
 
 
-def test_an_instance_in_use_can_be_copied_and_pickled() -> None:
+def test_used_instance_can_be_copied_and_pickled() -> None:
     model = Model(3)
     assert model.scale(1) == 3
     for twin in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

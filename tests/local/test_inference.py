@@ -44,7 +44,7 @@ def call_together(function: Any, *calls: Features) -> list[Any]:
     ],
     ids=["array", "any mapping", "list of rows", "fractions"],
 )
-def test_features_in_and_an_array_of_their_kind_out(
+def test_outputs_have_the_array_kind_of_inputs(
     make: Callable[[Any], Any], features_of: Callable[[Any], Any]
 ) -> None:
     features = features_of(make)

@@ -66,7 +66,7 @@ class NotesEnds(Observer):
         self.events.append(event)
 
 
-async def test_a_future_in_an_odd_state_harms_no_other() -> None:
+async def test_future_in_odd_state_affects_no_other() -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.new_event_loop()
     cancelled, resolved, good = loop.create_future(), loop.create_future(), loop.create_future()
@@ -105,7 +105,7 @@ class NamelessError(Exception, metaclass=Nameless):
 
 
 @every_variant
-async def test_an_error_that_cannot_be_examined_fails_its_batch(variant: Variant) -> None:
+async def test_unreadable_error_fails_its_batch(variant: Variant) -> None:
     def fail_for_negative(items: list[int]) -> list[int]:
         if min(items) < 0:
             raise NamelessError
@@ -123,7 +123,7 @@ async def test_an_error_that_cannot_be_examined_fails_its_batch(variant: Variant
 
 
 @every_variant
-async def test_a_fault_of_the_scheduler_harms_no_later_call(
+async def test_scheduler_fault_affects_no_later_call(
     variant: Variant, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with variant.batched(echo, batch_size=2) as function:
@@ -206,7 +206,7 @@ async def test_an_error_after_the_callers_left_is_logged(
 
 
 @every_variant
-async def test_a_call_that_has_an_error_has_not_left(variant: Variant) -> None:
+async def test_failed_call_counts_as_a_caller(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated, batch_size=1) as function:
         failed = asyncio.create_task(function([None, None]))

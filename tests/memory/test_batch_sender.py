@@ -120,7 +120,7 @@ def test_nothing_is_sent_when_nothing_can_be(wire: Wire) -> None:
     assert wire.sent == []
 
 
-def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
+def test_too_large_batch_is_sent_in_parts(wire: Wire) -> None:
     values = [bytes([number]) * 300_000 for number in range(8)]
     assert wire.sender.send(batch_of(*values)) == []
     assert len(wire.kinds) > 2

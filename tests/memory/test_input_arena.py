@@ -71,7 +71,7 @@ def close_all(harness: SenderHarness) -> None:
 # --- how inputs lie -------------------------------------------------------------------------------
 
 
-def test_the_inputs_of_a_batch_lie_one_behind_the_other(harness: SenderHarness) -> None:
+def test_inputs_of_a_batch_are_contiguous(harness: SenderHarness) -> None:
     harness.dispatch(harness.arrive(*numbered(5)))
     assert harness.kinds == [Kind.STAGED_INPUTS]
     assert runs(harness) == [(0, 5)]
@@ -120,7 +120,7 @@ def test_partly_staged_batch_is_pickled(harness: SenderHarness, values: Any) -> 
     assert all(one.staged is None or one.staged.slab is None for one in requests)
 
 
-def test_half_of_the_memory_is_left_to_other_inputs(harness: SenderHarness) -> None:
+def test_half_of_memory_stays_for_other_inputs(harness: SenderHarness) -> None:
     requests = harness.arrive(*numbered(10, 2 * MEBI))
     # Two in a slab: a quarter of the memory.
     assert [request.staged is not None for request in requests] == [True] * 4 + [False] * 6
@@ -140,7 +140,7 @@ def test_the_garbage_collector_may_free_memory(harness: SenderHarness) -> None:
     assert harness.slabs.count == 0
 
 
-def test_memory_is_free_when_the_caller_is_told_an_error(harness: SenderHarness) -> None:
+def test_failed_call_frees_its_memory(harness: SenderHarness) -> None:
     loop = asyncio.new_event_loop()
     (request,) = harness.arrive(filled(1))
     request.caller = loop.create_future()
@@ -212,7 +212,7 @@ def test_loop_turn_copies_a_bounded_part(
         assert harness.slabs.count == 0
 
 
-def test_an_array_that_another_thread_has_resized_is_not_staged(harness: SenderHarness) -> None:
+def test_array_resized_by_thread_is_not_staged(harness: SenderHarness) -> None:
     probe = harness.arena.probes[np.ndarray]
     harness.arena.probes[np.ndarray] = lambda _, least, most: probe(
         filled(0, SMALL + 8), least, most
@@ -256,7 +256,7 @@ for how, where in itertools.product(["resize", "set", "data"], ["staged", "dict"
 """
 
 
-def test_a_tensor_may_lose_its_memory_while_it_is_copied() -> None:
+def test_tensor_may_lose_memory_during_copy() -> None:
     """Its caller may have left; and memory that is freed here goes back to the system at once."""
     pytest.importorskip("torch")
     paths = os.pathsep.join(sys.path)
@@ -303,9 +303,7 @@ def test_allocated_array_is_sent_without_a_copy(harness: SenderHarness, size: in
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_memory_that_a_forked_child_sees_is_never_another_input(
-    harness: SenderHarness, forks: bool
-) -> None:
+def test_memory_of_forked_child_is_not_reused(harness: SenderHarness, forks: bool) -> None:
     array = allocated(harness, 1)
     if forks:
         pid = os.fork()
@@ -514,7 +512,7 @@ class Keeps(Digests):
 
 
 @anyio
-async def test_the_future_of_an_answer_does_not_keep_the_input() -> None:
+async def test_future_does_not_keep_the_input() -> None:
     async with opened(Digests, max_batch_size=1, stages=True) as batcher:
         array = filled(1)
         expected, watch = digest(array), weakref.ref(array)

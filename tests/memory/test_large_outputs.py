@@ -124,7 +124,7 @@ async def test_outputs_may_be_views_of_inputs(size: int) -> None:
         await free(batcher)
 
 
-async def test_an_answer_that_is_being_copied_outlives_its_worker(
+async def test_copied_answer_outlives_its_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = [("array", ASIDE, number) for number in range(3)]

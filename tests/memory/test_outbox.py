@@ -241,7 +241,7 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     outbox.close()
 
 
-def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
+def test_worker_without_outbox_reports_the_reason(outbox: OutboxReader) -> None:
     class Duplicate:
         """A descriptor in the other process, as `multiprocessing` passes it."""
 
@@ -255,7 +255,7 @@ def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_of_the_app_gives_its_copy_back(outbox: OutboxReader, writer: OutboxWriter) -> None:
+def test_forked_app_releases_its_copy(outbox: OutboxReader, writer: OutboxWriter) -> None:
     left(writer, np.zeros(LARGE))
     pid = os.fork()
     if pid == 0:

@@ -203,7 +203,7 @@ def arrays_of_few_layouts(count: int) -> list[Any]:
     [(payloads, False, 8 * MEBI), (arrays_of_few_layouts, True, 12 * MEBI)],
     ids=["any", "arrays"],
 )
-async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
+async def test_payloads_survive_deaths_and_cancellations(
     make: Callable[[int], list[Any]],
     stages: bool,
     size: int,

@@ -134,7 +134,7 @@ def test_the_app_may_write(slabs: Slabs, views: SlabViews) -> None:
 # --- memory of the system -------------------------------------------------------------------------
 
 
-def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Slabs) -> None:
+def test_adjacent_parts_are_mapped_once(slabs: Slabs) -> None:
     slab = reserved(slabs, MEBI)
     assert slab.start == 0
     lengths = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
@@ -147,7 +147,7 @@ def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Sl
     assert memory_of(slabs._fd) == 3 * PAGE
 
 
-def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
+def test_missing_memory_fails_before_writing(slabs: Slabs) -> None:
     small = taken(slabs, MEBI)
     write(slabs, small, b"before")
     refuse_memory(slabs._fd)

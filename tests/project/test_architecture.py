@@ -212,7 +212,7 @@ def top_levels(modules: set[str]) -> set[str]:
 
 
 @every_source
-def test_a_file_imports_from_its_own_floor_or_below(name: str) -> None:
+def test_files_import_from_their_layer_or_below(name: str) -> None:
     """Each thing at the edge can be left out: it is imported by itself alone.
 
     So can the package's own `__init__` be left out, which the integration imports.
@@ -240,7 +240,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if FLOORS[SOURCES[name].part] == LEAVES])
-def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
+def test_leaves_import_only_errors_and_leaves(name: str) -> None:
     inside = {inside for target in SOURCES[name].imports() if (inside := ours(target)) is not None}
     part = SOURCES[name].part
     like = {one for one in inside if one.partition(".")[0] == part}
@@ -292,7 +292,7 @@ def test_the_core_has_no_coroutines(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["_worker.main", "_ray.actor"])
-def test_nothing_that_the_worker_loads_is_of_the_parents_half(name: str) -> None:
+def test_worker_loads_no_parent_code(name: str) -> None:
     reached = reachable_from(name)
     assert "_transport.channels" in reached
     assert not {name.split(".")[0] for name in reached} & NOT_OF_OURS_IN_WORKER
@@ -330,7 +330,7 @@ def test_host_and_actor_alone_import_ray() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("-I", "-S"), ()], ids=["Python alone", "all is installed"])
-def test_the_package_and_the_batcher_load_python_and_themselves_alone(
+def test_importing_loads_only_the_standard_library(
     options: tuple[str, ...],
 ) -> None:
     # What is installed may load more of its own when the interpreter starts.

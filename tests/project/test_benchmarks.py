@@ -53,7 +53,7 @@ def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
 # Figures and tables.
 
 
-def test_a_spread_is_median_and_range_without_an_exponent() -> None:
+def test_spread_is_median_and_range() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert Spread.of([]) is None
     assert str(Spread(2.345678, 0.00021, 123456.7)) == "2.35 (0.0002-123457)"

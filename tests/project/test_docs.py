@@ -91,13 +91,13 @@ def test_comparison_links_abilities_and_names_missing_ones() -> None:
     assert abilities > 100
 
 
-def test_the_comparison_is_of_the_versions_that_the_benchmarks_pin() -> None:
+def test_comparison_names_the_pinned_versions() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
     for peer in ("fast_dynamic_batcher", "batched", "bentoml", "litserve", "mosec", "ray_serve"):
         assert f" {PEERS[peer][0].partition('==')[2]}" in " ".join(page.split()), peer
 
 
-def test_every_fault_is_shown_by_a_test_that_names_it() -> None:
+def test_every_fault_has_a_test() -> None:
     page = (ROOT / "docs" / "faults.md").read_text()
     listed = {row[2:5] for row in page.splitlines() if FAULT.match(row[2:5])}
     named = {

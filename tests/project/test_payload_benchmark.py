@@ -15,7 +15,7 @@ def load(callers: int) -> Load:
     return Load("ArrayStacked", callers, callers, 0.05, array_shape=(100,))
 
 
-def test_the_last_arrival_is_timed_and_not_the_others() -> None:
+def test_only_the_last_arrival_is_timed() -> None:
     waiting: list[tuple[Any, asyncio.Future[Any]]] = []
     # Two moments on one clock: they cannot be closer than what lies between them.
     took = 0.01

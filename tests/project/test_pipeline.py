@@ -65,7 +65,7 @@ def client(address: str) -> Iterator[httpx2.Client]:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_each_object_of_a_picture_has_its_box_and_label(client: httpx2.Client, kind: str) -> None:
+def test_each_object_has_its_box_and_label(client: httpx2.Client, kind: str) -> None:
     answer = client.post("/objects", content=encode(draw_objects(), kind))
     assert (answer.status_code, answer.json()) == (200, FOUND)
 
@@ -203,7 +203,7 @@ def test_second_model_gets_the_remaining_time(
 
 
 @pytest.mark.parametrize(("model", "requests"), [("detector", 1), ("classifier", 3)])
-def test_a_client_that_disconnects_cancels_the_call_that_runs(
+def test_disconnect_cancels_the_running_call(
     held: str, clients: ThreadPoolExecutor, arrive: Arrive, model: str, requests: int
 ) -> None:
     before = ask_until(held)

@@ -64,7 +64,7 @@ def test_every_error_can_be_imported_from_both_places() -> None:
 @pytest.mark.parametrize(
     ("module", "name"), [("dyn_batcher", "DynBatcher"), ("inference_template", "InferenceModel")]
 )
-def test_the_import_paths_of_fast_dynamic_batcher_bring_one_name(module: str, name: str) -> None:
+def test_old_import_paths_have_one_name(module: str, name: str) -> None:
     path = importlib.import_module(f"fast_batcher.{module}")
     assert getattr(path, name) is getattr(fast_batcher, name)
     assert [one for one in vars(path) if one[0] != "_"] == path.__all__ == [name]
@@ -76,7 +76,7 @@ def test_public_names_of_fastapi_package_are_importable() -> None:
     assert all(hasattr(package, name) for name in package.__all__)
 
 
-def test_the_version_is_the_one_of_the_installed_package() -> None:
+def test_version_is_the_installed_version() -> None:
     assert fast_batcher.__version__ == importlib.metadata.version("fast_batcher")
 
 
@@ -193,7 +193,7 @@ def default_in_documents(option: Option) -> str:
     return show_bytes(default) if option.range.unit == "bytes" and default else str(default)
 
 
-def test_the_table_of_settings_is_the_list_of_options() -> None:
+def test_settings_table_lists_all_options() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     own = {"`model`", "`model_args`", "`model_kwargs`"}
@@ -242,7 +242,7 @@ def test_the_methods(method: str, signature: str) -> None:
     assert str(inspect.Signature(bare)) == signature
 
 
-def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
+def test_batcher_has_exactly_these_public_names() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder")
     assert [name for name in dir(batcher) if name[0] != "_"] == [
         *(

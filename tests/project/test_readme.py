@@ -183,7 +183,7 @@ def test_an_installed_package_runs_a_decorated_function(installed: str, tmp_path
 
 
 @pytest.mark.slow
-def test_an_installed_package_passes_the_test_of_an_app(installed: str, saved: Path) -> None:
+def test_installed_package_passes_app_tests(installed: str, saved: Path) -> None:
     done = run_command(
         [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"], cwd=saved
     )

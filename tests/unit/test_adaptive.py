@@ -63,7 +63,7 @@ def test_clients_that_come_back_are_never_worse_off(clients: int, seconds: Secon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_clients_that_come_back_are_served_a_quarter_faster(seed: int) -> None:
+def test_returning_clients_are_served_a_quarter_faster(seed: int) -> None:
     """32 of them, whom greedy divides into one and 31."""
     adaptive = World(clients=32, seed=seed).run(4.0)
     greedy = World("greedy", clients=32, seed=seed).run(4.0)
@@ -160,7 +160,7 @@ def exponential(random: Random) -> float:
     return random.expovariate(1 / 0.0006)
 
 
-def test_lateness_forbids_holds_and_is_forgotten_when_it_is_over() -> None:
+def test_lateness_suspends_holds() -> None:
     """Without holds nobody sees any more that timers are punctual again."""
     world = World(clients=2, pause=exponential).run(1.0)
     assert isinstance(world.policy, AdaptivePolicy)

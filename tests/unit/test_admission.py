@@ -86,7 +86,7 @@ def predict(times: BatchTimes, backlog: Backlog, more: int = 0) -> float:
 # What is predicted.
 
 
-def test_the_first_of_all_takes_a_batch_of_one() -> None:
+def test_first_request_takes_a_batch_of_one() -> None:
     assert predict(learned(), backlog()) == pytest.approx(linear(1), rel=0.02)
 
 
@@ -211,7 +211,7 @@ def test_max_latency_is_a_target_for_every_request() -> None:
     assert refused_at(scheduler, now) != []
 
 
-def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
+def test_idle_batcher_accepts_any_request() -> None:
     """Else a wrong estimate would never be put right."""
     scheduler = make(max_batch_size=2, max_latency=0.1)
     now = taught_that_one_takes(scheduler, 50.0)
@@ -261,7 +261,7 @@ def test_no_rejection_without_a_ready_worker() -> None:
     assert refused_at(scheduler, 1000.0, 50) == []
 
 
-def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
+def test_full_queue_error_has_time_to_drain() -> None:
     scheduler = make(max_batch_size=2, max_queue_size=4)
     # The first refusal is what makes it measure.
     ((_, first),) = refused_at(scheduler, 0.0, 5)
@@ -303,7 +303,7 @@ def waiting(
     return requests
 
 
-def test_one_that_would_be_late_leaves_room_for_others() -> None:
+def test_late_request_leaves_room_for_others() -> None:
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
     _, *others = waiting(scheduler, now, 0.1, 9.0, 9.0, 9.0)

@@ -56,7 +56,7 @@ def test_summed_costs_fill_a_batch_in_order() -> None:
     assert filled(SummedPacker(10), [], [4, 5, 9, 1], 8) == [4, 5, 1]
 
 
-def test_equal_lengths_share_a_batch_whatever_larger_ones_took() -> None:
+def test_equal_lengths_share_a_batch() -> None:
     """Otherwise a wrong estimate for larger batches would never be corrected."""
     packer = PaddedPacker(None)
     for size, seconds in ((64, 0.8), (4, 0.004), (1, 0.001)):
@@ -64,7 +64,7 @@ def test_equal_lengths_share_a_batch_whatever_larger_ones_took() -> None:
     assert filled(packer, [], [1] * 64, 64) == [1] * 64
 
 
-def test_until_batches_have_been_timed_it_takes_all_that_fit() -> None:
+def test_untimed_packer_takes_all_that_fit() -> None:
     assert filled(PaddedPacker(600), [], [200, 10, 190, 10], 8) == [200, 10, 190]
 
 

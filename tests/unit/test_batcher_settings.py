@@ -341,7 +341,7 @@ def test_excess_workers_warn_at_the_callers_line() -> None:
     assert [warning.filename for warning in seen] == [__file__]
 
 
-def test_the_queue_has_room_for_batches_of_all_workers() -> None:
+def test_default_queue_holds_batches_of_all_workers() -> None:
     settings = Settings(max_batch_size=256, num_workers=(1, 2))
     assert settings.queue_limit == 8 * 256 * 2
     more = settings.changed({"num_workers": 3})

@@ -160,7 +160,7 @@ async def test_frames_of_any_size_go_there_and_back(ends: Ends) -> None:
     assert ends.ends == []
 
 
-async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
+async def test_end_of_peer_is_reported_once(ends: Ends) -> None:
     ends.worker(lambda channel: channel.send(Kind.READY))
     await ends.until(lambda: len(ends.ends) == 1)
     assert ends.frames == [(Kind.READY, 0, b"")]

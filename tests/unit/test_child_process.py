@@ -88,7 +88,7 @@ def test_program_from_stdin_may_use_imported_class(tmp_path: Path) -> None:
 # --- what a worker gets ---------------------------------------------------------------------------
 
 
-def test_a_start_changes_nothing_in_the_environment_of_the_program(program: Start) -> None:
+def test_start_leaves_the_environment_unchanged(program: Start) -> None:
     running = program(
         """
         changes = []
@@ -161,7 +161,7 @@ def test_native_output_never_reaches_a_request(tmp_path: Path, is_free: bool) ->
 
 
 @one_loop
-async def test_programs_that_a_model_starts_get_no_descriptor_of_ours() -> None:
+async def test_child_programs_inherit_no_descriptors() -> None:
     async with DynBatcher(LeavesDescriptors) as batcher:
         files, pipes = await batcher.process_batched(None)
     assert not set(files) & set(pipes)
@@ -196,7 +196,7 @@ def start_and_wait(function: Callable[..., Any], *arguments: Any) -> ChildProces
     [(os._exit, 3, 3), (sys.exit, 0, 0), (signal.raise_signal, signal.SIGKILL, -signal.SIGKILL)],
     ids=["_exit", "exit", "signal"],
 )
-def test_the_exit_code_is_taken_and_no_zombie_is_left(
+def test_exited_worker_leaves_no_zombie(
     function: Callable[..., Any], argument: int, code: int
 ) -> None:
     child = start_and_wait(function, argument)
@@ -254,7 +254,7 @@ def test_worker_importing_main_survives_sigterm(program: Start, gate: Gate) -> N
 
 
 @one_loop
-async def test_a_model_keeps_a_sigterm_handler_of_its_own(gate: Gate) -> None:
+async def test_model_keeps_its_sigterm_handler(gate: Gate) -> None:
     async with DynBatcher(HandlesSigterm, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
         visit = await gate.visit()

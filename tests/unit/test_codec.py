@@ -50,7 +50,7 @@ def test_exceptions_arrive_as_inference_errors(name: str) -> None:
     [ValueError("v"), KeyError("k"), FileNotFoundError(2, "none", "file"), CodedError("c", 42)],
     ids=repr,
 )
-def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Exception) -> None:
+def test_exception_keeps_type_arguments_and_attributes(error: Exception) -> None:
     result = pickling.describe(raised(error)).to_error()
     assert isinstance(result, type(error))
     assert str(result) == str(error)
@@ -59,7 +59,7 @@ def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Ex
         assert getattr(result, name, None) == getattr(error, name, None)
 
 
-def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
+def test_any_failure_fits_into_the_smallest_frame() -> None:
     """Each character takes four bytes, and there is room for a pickled exception as well."""
     failure = pickling.describe(raised(ValueError("\U0001f525" * 10**6)))
     assert len(failure.text) >= MAX_ERROR_TEXT

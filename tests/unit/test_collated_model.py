@@ -96,7 +96,7 @@ def test_invalid_collation_is_named() -> None:
 # Unequal inputs.
 
 
-def test_one_that_cannot_be_joined_to_any_other_fails_alone() -> None:
+def test_unjoinable_row_fails_alone() -> None:
     recorder = Recorder()
     outcomes = compute(recorder, Collation.stack(), row(), [1, 2], row(), np.array([{}]))
     assert [isinstance(one, CollationError) for one in outcomes] == [False, True, False, True]
@@ -117,7 +117,7 @@ def test_one_unlike_the_others_fails_alone(other: Any) -> None:
     assert len(recorder.batches) == 1
 
 
-def test_where_no_kind_is_most_of_them_the_batch_fails() -> None:
+def test_batch_without_majority_kind_fails() -> None:
     recorder = Recorder()
     with pytest.raises(CollationError, match=r"see Collation\.pad; send .* use unequal='group'"):
         compute(recorder, Collation.stack(), row(3), row(4))
@@ -126,7 +126,7 @@ def test_where_no_kind_is_most_of_them_the_batch_fails() -> None:
     assert recorder.batches == []
 
 
-def test_groups_are_computed_apart_and_come_back_in_order() -> None:
+def test_groups_are_computed_separately_in_order() -> None:
     recorder = Recorder(lambda batch: batch * 2)
     lengths = [3, 4, 3, 5, 4, 3]
     inputs = [row(length) + number for number, length in enumerate(lengths)]
@@ -254,7 +254,7 @@ async def test_batch_with_unknown_culprit_is_divided() -> None:
 
 
 @pytest.mark.slow  # the worker loads PyTorch
-async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
+async def test_out_of_memory_reduces_batches() -> None:
     async with DynBatcher(OutOfMemory, policy="fixed", max_delay=20, max_batch_size=8) as batcher:
         calls = [call(batcher, row()) for _ in range(8)]
         for task in calls:
@@ -268,7 +268,7 @@ async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
         assert stats.batch_sizes[8] == 1
 
 
-async def test_a_class_with_something_else_is_refused_at_once() -> None:
+async def test_class_with_invalid_collation_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="its collation is 'stack'; make one with"):
         DynBatcher(Words)
 
@@ -278,7 +278,7 @@ async def test_a_class_with_something_else_is_refused_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_batch_size", [1, 3, 32])
-async def test_a_batch_of_rows_goes_through_batches_of_any_size(max_batch_size: int) -> None:
+async def test_batch_of_rows_spans_several_batches(max_batch_size: int) -> None:
     async with DynBatcher(Keeps, max_batch_size=max_batch_size) as batcher:
         whole = np.arange(20, dtype="f4").reshape(10, 2)
         views = [whole, whole[::-1], whole[:, ::-1], whole[2:5]]
@@ -330,7 +330,7 @@ async def test_invalid_batch_of_rows_is_rejected_unqueued(batch: Any, message: s
     [((3, 10), False), ((3, 2**20), True), ((1001, 1), True)],
     ids=["small", "bytes", "rows"],
 )
-async def test_large_batches_are_split_and_joined_beside_the_loop(
+async def test_thread_splits_and_joins_large_batches(
     shape: tuple[int, int], is_large: bool
 ) -> None:
     here = threading.get_ident()

@@ -26,7 +26,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_live_objects_are_frozen_until_the_end_and_thresholds_stay() -> None:
+def test_freezing_keeps_thresholds() -> None:
     run("""
 before = gc.get_threshold()
 with frozen():
@@ -49,7 +49,7 @@ with frozen():
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
-def test_several_blocks_freeze_and_the_last_to_end_unfreezes(
+def test_last_of_several_blocks_unfreezes(
     first_to_end: int,
 ) -> None:
     run(f"""

@@ -161,7 +161,7 @@ async def test_a_fault_is_its_callers_alone() -> None:
 
 
 @pytest.mark.slow
-async def test_a_priority_goes_first_by_every_way_to_call(gate: Gate) -> None:
+async def test_priority_works_with_every_call(gate: Gate) -> None:
     async with DynBatcher(Gated, 1, model_args=(gate.path,)) as batcher:
         calls = [call(batcher, "running")]
         visit = await gate.visit()

@@ -15,7 +15,7 @@ FREE = [(), (1,), (0, 2), (0, 1, 2)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("free", FREE)
-def test_afterwards_no_file_gets_the_number_of_a_standard_stream(free: tuple[int, ...]) -> None:
+def test_standard_stream_numbers_stay_reserved(free: tuple[int, ...]) -> None:
     program = f"""
 import os, socket
 from fast_batcher._process import occupy_stdio

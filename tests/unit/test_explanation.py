@@ -177,7 +177,7 @@ def test_the_cause_is_named(
     assert str(found).endswith(".")
 
 
-def test_a_scheduler_knows_that_the_model_ran_out_of_memory() -> None:
+def test_scheduler_remembers_out_of_memory() -> None:
     scheduler = make(max_batch_size=SIZE, max_queue_size=100)
     assert not scheduler.is_short_of_memory
     run(scheduler, arrive(1.0), room=8)

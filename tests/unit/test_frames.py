@@ -94,9 +94,7 @@ some_pieces = st.lists(
 
 
 @given(frames=some_frames, pieces=some_pieces)
-def test_any_pieces_of_any_frames_give_the_same_frames(
-    frames: list[Frame], pieces: list[int]
-) -> None:
+def test_frames_are_independent_of_read_sizes(frames: list[Frame], pieces: list[int]) -> None:
     assert feed(stream(frames), pieces) == frames
 
 

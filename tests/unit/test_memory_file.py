@@ -24,7 +24,7 @@ class OldLibrary(ctypes.CDLL):
 @pytest.mark.parametrize(
     ("has_old_library", "kind"), [(False, "/memfd:fast_batcher"), (True, "/dev/shm/")]
 )
-def test_a_python_without_memfd_has_such_files_all_the_same(
+def test_memory_files_work_without_memfd(
     has_old_library: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = os.listdir("/dev/shm")

@@ -202,7 +202,7 @@ def test_infer_takes_the_list_of_inputs(infer: Any) -> None:
         max,  # in C, and its arguments cannot be asked for: the first call will tell
     ],
 )
-def test_whatever_can_be_called_with_the_list_is_a_model(infer: Any) -> None:
+def test_any_callable_infer_makes_a_model(infer: Any) -> None:
     construct(model_with(infer))
 
 
@@ -284,7 +284,7 @@ def test_class_of_interactive_program_is_rejected(tmp_path: Path, where: str) ->
 
 
 @pytest.mark.slow
-def test_a_class_of_a_file_does_wherever_it_is_used(tmp_path: Path) -> None:
+def test_class_of_a_script_is_importable(tmp_path: Path) -> None:
     """One that is imported at a prompt, and one of the script that is run."""
     at_prompt = (
         "import sys; sys.path.append('tests/support')\n"
@@ -353,7 +353,7 @@ def test_arguments_that_cannot_be_pickled_are_named(thing: object) -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_arguments_that_are_larger_than_a_frame_are_refused() -> None:
+def test_arguments_larger_than_a_frame_are_rejected() -> None:
     weights = bytes(2**20)
     message = refusal(model_args=(weights,), max_frame_bytes=2**20)
     assert message.startswith("model_args and model_kwargs take ")

@@ -55,7 +55,7 @@ async def test_loop_runs_during_offloaded_work() -> None:
     assert has_ended.is_set()
 
 
-async def test_without_a_thread_to_be_had_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_offload_without_threads_runs_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -66,7 +66,7 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_anything_else_is_refused_and_its_type_is_named(name: str) -> None:
+def test_other_types_are_rejected_by_name(name: str) -> None:
     with pytest.raises(OutputMismatchError, match=f"{type(BAD[name]).__name__} for 3 inputs"):
         as_list(BAD[name], 3)
 
@@ -88,7 +88,7 @@ def test_misleading_iterables_are_rejected(name: str, *, copies: bool) -> None:
         list_outputs(make(2), 2, "infer returned", copies=copies)
 
 
-def test_a_table_of_another_length_is_refused_as_a_table() -> None:
+def test_table_of_wrong_length_is_rejected() -> None:
     with pytest.raises(OutputMismatchError, match="to_dict"):
         as_list(Frame(3), 2)
 

@@ -45,7 +45,7 @@ def test_nothing_is_known_before_the_first_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_hundred_batches_teach_shapes_of_equal_product_apart(seed: int) -> None:
+def test_two_hundred_batches_distinguish_equal_products(seed: int) -> None:
     model = PaddedModel()
     observe(model, 200, seed=seed)
     for one in SHAPES:

@@ -170,7 +170,7 @@ def test_small_buffers_stay_in_the_stream() -> None:
     assert [one[0] for one in got] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_value_that_cannot_be_unpickled_harms_no_other() -> None:
+def test_value_that_cannot_be_unpickled_fails_alone() -> None:
     arrays = [np.full(LARGE, number, np.uint8) for number in range(4)]
     first, error, last = load(parts_of(arrays[0], [arrays[1], Unreadable(), arrays[2]], arrays[3]))
     assert isinstance(error, ValueError)
@@ -222,7 +222,7 @@ def test_resize_after_pickling_is_detected(size: int) -> None:
 
 
 @pytest.mark.slow
-def test_buffers_in_a_cycle_of_garbage_do_no_harm() -> None:
+def test_buffers_in_garbage_cycles_are_released() -> None:
     """CPython 3.11 crashes on a PickleBuffer of a view in a cycle that is collected."""
 
     class Holder:

@@ -144,7 +144,7 @@ def submit_ranked(scheduler: Scheduler, priority: int, group: Group) -> Request:
     return request
 
 
-def test_priorities_hold_under_a_backlog_however_old_it_is() -> None:
+def test_priorities_hold_under_an_old_backlog() -> None:
     arrivals = Arrivals()
     for _ in range(1000):
         arrivals.add(0)

@@ -26,7 +26,7 @@ def test_limit_below_model_size_recycles_no_worker() -> None:
     assert not recycling.is_due(2, 1000)
 
 
-def test_batches_count_although_the_limit_of_memory_is_too_low() -> None:
+def test_batches_count_despite_too_low_memory_limit() -> None:
     recycling = Recycling(5, 100)
     assert not recycling.is_due(1, 100)
     assert recycling.is_due(5, 100)

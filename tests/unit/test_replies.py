@@ -135,7 +135,7 @@ ROW = np.arange(LARGE // 6)
 @pytest.mark.parametrize(
     "shared", [ROW, bytearray(LARGE), {"row": ROW}, [0]], ids=["array", "raw", "dict", "list"]
 )
-def test_one_output_for_several_requests_is_an_object_for_each(post: Post, shared: Any) -> None:
+def test_shared_output_becomes_one_object_per_request(post: Post, shared: Any) -> None:
     _, got = post.pack([shared, np.zeros(LARGE), shared, shared])
     objects = [got[0], got[2], got[3]]
     assert repr(objects) == repr([shared] * 3)
@@ -169,7 +169,7 @@ def test_output_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
     assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
 
 
-def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None:
+def test_posted_outputs_are_released(post: Post) -> None:
     for raw in (bytearray(LARGE), bytearray(LARGE)):
         assert post.pack([np.frombuffer(raw, np.uint8), raw])[0] is Kind.SHARED_OUTPUTS
         raw.append(1)
@@ -227,7 +227,7 @@ def test_missing_outbox_is_warned_about_once(
 
 
 @pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
-def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
+def test_answer_with_invalid_failures_is_invalid(post: Post, failures: Any) -> None:
     where = post.where([np.zeros(LARGE)])
     with pytest.raises(TransportError):
         SharedOutcomes(post.outbox.find(*where), failures).read(1)

@@ -102,7 +102,7 @@ def test_requests_that_have_left_are_not_kept(arrivals: Arrivals, deadline: floa
         assert len(values) <= 2 * MIN_DEAD_ENTRIES
 
 
-def test_a_sweep_comes_when_the_dead_are_the_majority(arrivals: Arrivals) -> None:
+def test_sweep_starts_with_majority_of_dead(arrivals: Arrivals) -> None:
     """Each costs as much as there are entries: one per discarded request would be too many."""
     requests = arrivals.add(*[50.0] * 16 * MIN_DEAD_ENTRIES)
     sizes = [len(requests)]

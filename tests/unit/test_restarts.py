@@ -14,7 +14,7 @@ def test_the_delays_double_up_to_ten_seconds() -> None:
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
 
 
-def test_a_stable_worker_starts_again_with_the_first_delay() -> None:
+def test_stable_worker_restarts_with_first_delay() -> None:
     restarts = Restarts(None, 60.0, 0.1)
     restarts.lost(0.0)
     restarts.ready(1.0)

@@ -138,7 +138,7 @@ def test_out_of_memory_makes_batches_smaller() -> None:
     assert sorted(sizes) == [(4, Release.FULL)] * 2 + [(4, Release.RETRY)] * 2
 
 
-def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
+def test_possible_out_of_memory_death_reduces_batches() -> None:
     scheduler = make(max_batch_size=8, workers=2)
     batch = run(scheduler, 0.0, 8)
     scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)

@@ -27,7 +27,7 @@ def test_curve_expects_observed_returns() -> None:
     assert curve.expected(0.0, 4) == [1, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4, 4]
 
 
-def test_it_expects_in_proportion_but_no_more_than_usual() -> None:
+def test_curve_expects_in_proportion_up_to_usual() -> None:
     curve = curve_of((4, [0.5, 1.5]))
     assert curve.expected(0.0, 1)[-1] == 0.5
     assert curve.expected(0.0, 8)[-1] == 2.0

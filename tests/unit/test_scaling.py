@@ -190,7 +190,7 @@ def test_the_upper_bound_is_kept() -> None:
     assert cluster.counts == [3]
 
 
-def test_rejections_start_workers_where_the_target_holds_the_backlog_down() -> None:
+def test_rejections_start_workers() -> None:
     cluster = Cluster(poisson(2.5 * CAPACITY, 300.0, seed=7), max_latency=0.6).run(300.0)
     assert "requests are rejected" in cluster.decisions[0][1].reason
     assert cluster.wanted >= 3
@@ -214,7 +214,7 @@ def test_closed_loop_clients_limit_the_workers() -> None:
 # The measured backlog.
 
 
-def test_the_backlog_is_all_work_divided_by_the_ready_workers() -> None:
+def test_backlog_is_work_per_ready_worker() -> None:
     scheduler = make(max_batch_size=SIZE, timeout=100.0, workers=0)
     assert (scheduler.seconds_of_backlog(0.0), scheduler.full_batch) == (None, None)
     times = [(1, seconds_of(1)), (SIZE, seconds_of(SIZE))]

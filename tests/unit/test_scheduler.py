@@ -38,7 +38,7 @@ def test_free_worker_takes_waiting_requests() -> None:
     assert (scheduler.waiting, scheduler.workers.running) == (0, 3)
 
 
-def test_a_busy_worker_gets_a_second_batch_that_is_full() -> None:
+def test_busy_worker_gets_a_full_second_batch() -> None:
     """Late binding: until it is full, the batch is still open to later arrivals."""
     scheduler = make(max_batch_size=3)
     run(scheduler, 0.0)
@@ -66,7 +66,7 @@ def test_batch_behind_another_is_skipped_without_callers() -> None:
     assert told(scheduler.poll(0.3)[0]) == []
 
 
-def test_batch_behind_another_is_skipped_when_it_has_expired() -> None:
+def test_expired_batch_behind_another_is_skipped() -> None:
     scheduler = make(max_batch_size=2, timeout=5.0)
     run(scheduler, 0.0)
     second = run(scheduler, 1.0, 2)
@@ -85,7 +85,7 @@ def test_first_batch_of_a_worker_is_not_skipped() -> None:
 
 
 @pytest.mark.parametrize("has_target", [True, False])
-def test_no_second_batch_with_deadlines_before_times_are_known(*, has_target: bool) -> None:
+def test_deadlines_need_times_for_second_batch(*, has_target: bool) -> None:
     """Nothing tells whether it would be in time behind the other."""
     scheduler = make(max_batch_size=2)
     run(scheduler, 0.0, 2)
@@ -101,7 +101,7 @@ def test_a_worker_cannot_be_ready_twice() -> None:
 # The fixed window.
 
 
-def test_a_fixed_window_holds_no_full_batch_of_another_group() -> None:
+def test_fixed_window_releases_full_batch_of_group() -> None:
     scheduler = make(FixedPolicy(5.0), max_batch_size=3, is_grouped=True)
     one, other = Group("one"), Group("other")
     requests = [Request(number, None) for number in range(4)]
@@ -181,7 +181,7 @@ def arriving(scheduler: Scheduler, now: float) -> Batch:
     return batch
 
 
-def test_a_request_runs_until_its_answer_is_all_here() -> None:
+def test_request_runs_until_answer_is_complete() -> None:
     scheduler = make()
     requests = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
@@ -225,7 +225,7 @@ def test_arriving_answer_survives_loss_of_worker() -> None:
     assert scheduler.workers.end_copy_out(batch)
 
 
-def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
+def test_close_returns_requests_with_arriving_answers() -> None:
     scheduler = make()
     gone, stays = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
@@ -249,7 +249,7 @@ def test_overdue_worker_without_callers_is_not_ready() -> None:
     assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 0)
 
 
-def test_a_clients_shorter_deadline_says_nothing_about_the_worker() -> None:
+def test_short_client_deadline_does_not_blame_worker() -> None:
     scheduler = make(max_batch_size=1, timeout=30.0)
     batch = run(scheduler, 0.0, deadline=0.05)
     # It is looked again when the server's own limit is reached.
@@ -278,7 +278,7 @@ def test_worker_with_waiting_callers_is_ready() -> None:
 # infer_timeout.
 
 
-def test_a_batch_that_runs_too_long_gets_its_worker_replaced() -> None:
+def test_overlong_batch_replaces_its_worker() -> None:
     scheduler = make(infer_timeout=4.0)
     batch = run(scheduler, 1.0, 2)
     assert scheduler.poll(1.0) == ([], 5.0)
@@ -322,7 +322,7 @@ def test_non_idempotent_requests_are_returned() -> None:
     assert scheduler.batch_done(1.0, 0, first.id) is None
 
 
-def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
+def test_losing_unready_worker_changes_nothing() -> None:
     scheduler = make(workers=1)
     assert scheduler.worker_lost(7) == NOTHING
     assert scheduler.workers.ready_count == 1
@@ -519,7 +519,7 @@ def test_first_costs_set_costs_of_warm_up() -> None:
 # What the shell tells between two polls.
 
 
-def test_a_poll_is_due_after_an_answer_if_requests_wait() -> None:
+def test_poll_is_due_after_answer_with_backlog() -> None:
     scheduler = make(max_batch_size=1)
     batch = run(scheduler, 0.0)
     was_due = scheduler.is_poll_due

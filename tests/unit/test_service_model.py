@@ -128,7 +128,7 @@ def test_one_in_twenty_takes_longer_than_high(seed: int) -> None:
     assert 0.03 < longer / 5000 < 0.08
 
 
-def test_slow_ones_at_the_start_are_not_believed_for_long() -> None:
+def test_slow_first_batches_are_forgotten() -> None:
     """The highest but one of the first five is slow, and the quantile falls slowly by itself."""
     model = model_of((1, 0.2), times=2)
     for _ in range(150):

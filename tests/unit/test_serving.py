@@ -161,7 +161,7 @@ def test_batches_are_answered_in_their_order(served: Served) -> None:
 
 
 @serves(lambda: Returns(torch.ones((2, 3), requires_grad=True) * 2))
-def test_the_rows_of_a_tensor_leave_their_gradients_behind(served: Served) -> None:
+def test_rows_of_a_tensor_have_no_gradients(served: Served) -> None:
     rows = outcomes_in(served.ask(1, 2))
     assert [row.tolist() for row in rows] == [[2.0] * 3] * 2
     assert not any(row.requires_grad for row in rows)
@@ -178,7 +178,7 @@ def test_stop_follows_frames_sent_before(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Gate) -> None:
+def test_signals_do_not_truncate_answers(gate: Gate) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = open_pipes(context)
     # One page, so that the worker waits in the middle of its answer until somebody reads.
@@ -238,7 +238,7 @@ def test_worker_survives_out_of_memory_in_a_stage(served: Served) -> None:
 
 
 @serves(StreamsInput)
-def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served) -> None:
+def test_models_generator_survives_out_of_memory(served: Served) -> None:
     assert served.ask("large").kind == Kind.OUT_OF_MEMORY
     assert pickling.loads(served.ask("small").body) == [1]
 
@@ -292,7 +292,7 @@ def test_an_exception_is_found_whatever_outputs_came_before(served: Served) -> N
 
 
 @serves(Echo)
-def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> None:
+def test_batch_parts_are_joined_by_number(served: Served) -> None:
     def part(*values: str) -> bytes:
         return pickling.dumps([pickling.dumps(value) for value in values])
 

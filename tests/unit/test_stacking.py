@@ -68,7 +68,7 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_in_lent_memory_are_one_without_a_copy(memory: bytearray, kind: str) -> None:
+def test_neighbours_in_lent_memory_stack_without_copy(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)
     for begin, end in ((0, 4), (1, 3), (2, 3)):
         whole = stack(rows[begin:end])

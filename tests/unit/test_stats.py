@@ -29,7 +29,7 @@ def snapshot(counters: Counters) -> BatcherStats:
 
 
 @pytest.mark.parametrize("q", [0.0, 0.5, 0.95, 1.0])
-def test_nothing_has_no_quantile_and_one_value_is_every_quantile(q: float) -> None:
+def test_quantiles_of_no_and_one_value(q: float) -> None:
     assert quantile(samples(), q) is None
     assert quantile(samples((7.5, 3)), q) == 7.5
 

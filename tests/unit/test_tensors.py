@@ -10,7 +10,7 @@ torch: Any = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("name", PLAIN_DTYPES)
-def test_a_tensor_of_numbers_is_made_of_its_bytes_again(name: str) -> None:
+def test_tensor_is_rebuilt_from_its_bytes(name: str) -> None:
     tensor = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name))
     assert is_plain_tensor(torch, tensor)
     raw = bytearray(tensor.view(torch.uint8).numpy().tobytes())

@@ -79,9 +79,7 @@ def test_cores_follow_the_threads_affinity() -> None:
         ("x 100000", None),
     ],
 )
-def test_a_quota_file_tells_how_many_cores_a_container_has(
-    tmp_path: Path, text: str, cores: float | None
-) -> None:
+def test_quota_file_limits_the_cores(tmp_path: Path, text: str, cores: float | None) -> None:
     path = tmp_path / "cpu.max"
     path.write_text(text)
     assert read_quota(path) == cores

@@ -130,7 +130,7 @@ def test_rebuilt_dataclass_keeps_its_attributes() -> None:
     assert built._note == ("leaf", 2)
 
 
-def test_a_pydantic_model_is_not_validated_and_keeps_private_attributes() -> None:
+def test_rebuilt_pydantic_model_keeps_private_attributes() -> None:
     model: Any = Checked.model_validate({"x": 1, "more": 3})
     model._secret = 7
     assert model.square == 1

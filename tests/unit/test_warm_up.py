@@ -30,7 +30,7 @@ class Sizes(Echo):
         return self.inputs
 
 
-def test_one_input_and_a_full_batch_are_computed_twice() -> None:
+def test_one_input_and_full_batch_run_twice() -> None:
     model = Sizes("a", "b")
     times = warm_up(model, 3)
     assert model.seen == [["a"], ["a"], ["a", "b", "a"], ["a", "b", "a"]]
@@ -38,7 +38,7 @@ def test_one_input_and_a_full_batch_are_computed_twice() -> None:
     assert all(seconds >= 0 for _, seconds in times)
 
 
-def test_every_input_is_computed_and_no_batch_is_too_large() -> None:
+def test_warm_up_computes_every_input() -> None:
     model = Sizes("a", "b", "c")
     assert [size for size, _ in warm_up(model, 2)] == [1, 2]
     assert model.seen == [["a"], ["a"], ["a", "b"], ["c", "a"], ["a", "b"]]
@@ -88,7 +88,7 @@ def test_a_model_may_use_its_inputs_up() -> None:
     assert model.seen == [[a], [a], [a, b, a], [a, b, a]]
 
 
-def test_inputs_that_cannot_be_sent_are_computed_as_they_are() -> None:
+def test_unpicklable_inputs_are_computed_unchanged() -> None:
     model = Sizes(lambda: None)
     warm_up(model, 2)
     assert model.seen == [[*model.inputs]] * 2 + [[*model.inputs] * 2] * 2
