@@ -107,7 +107,7 @@ async def test_settings_change_while_it_runs(gate: Gate) -> None:
         assert await asyncio.gather(*calls) == ["running", *range(8)]
 
 
-async def test_one_wrong_setting_changes_none() -> None:
+async def test_invalid_setting_changes_no_setting() -> None:
     wrong: list[dict[str, Any]] = [
         {"max_batch_size": 0},
         {"max_batch_size": 8, "max_latency": -1.0},
@@ -124,7 +124,7 @@ async def test_one_wrong_setting_changes_none() -> None:
             assert await asyncio.gather(*calls) == [4] * 8
 
 
-async def test_without_batching_each_request_is_sent_alone(gate: Gate) -> None:
+async def test_disabled_batching_sends_each_request_alone(gate: Gate) -> None:
     options: dict[str, Any] = {"enabled": False, "policy": "fixed", "max_delay": 60.0}
     async with DynBatcher(BatchSize, 4, **options) as batcher:
         assert await batcher.process_many(range(9)) == [1] * 9
@@ -561,7 +561,7 @@ class Body(BaseModel):
     ["abc", b"abc", bytearray(3), memoryview(b"abc"), {"a": 1}, Frame(2), Point(1, 2), Body()],
     ids=lambda value: type(value).__name__,
 )
-async def test_one_value_is_not_many_inputs(value: Any) -> None:
+async def test_process_many_rejects_a_single_value(value: Any) -> None:
     """Fault F71."""
     batcher: DynBatcher[Any, Any] = DynBatcher(Both)
     for process_many in (batcher.process_many, batcher.methods.text.process_many):

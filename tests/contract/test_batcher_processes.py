@@ -185,7 +185,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
 
 @both_loops
 @pytest.mark.parametrize("what", NONSENSE)
-async def test_a_worker_that_breaks_the_protocol_is_replaced(
+async def test_worker_breaking_the_protocol_is_replaced(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Faults F37 and F38."""
@@ -646,7 +646,7 @@ def test_no_worker_outlives_its_parent(program: Start, gate: Gate, state: str) -
         (True, "idle", True),
     ],
 )
-def test_a_program_that_forgets_to_stop_ends(
+def test_program_without_stop_exits(
     program: Start, gate: Gate, keeps: bool, state: str, fails: bool
 ) -> None:
     """Whether anything still refers to the batchers when the interpreter ends, or not."""

@@ -204,7 +204,7 @@ async def test_equal_inputs_survive_cancelled_callers(gate: Gate) -> None:
 
 
 @pytest.mark.slow
-async def test_a_caller_that_joins_has_its_own_deadline(gate: Gate) -> None:
+async def test_joined_caller_has_its_own_deadline(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), cache=LRUCache(1)) as batcher:
         brief = call(batcher, "hold", timeout=0.2)
         visit = await gate.visit()

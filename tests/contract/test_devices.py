@@ -139,7 +139,7 @@ def test_auto_device_falls_back_to_cpu(tmp_path: Path, monkeypatch: pytest.Monke
         ("cpu:1-0", "the range of 'cpu:1-0' ends before it begins"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(
+def test_missing_device_is_rejected(
     monkeypatch: pytest.MonkeyPatch, devices: str, message: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")

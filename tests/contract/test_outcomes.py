@@ -33,7 +33,7 @@ def test_outputs_and_failures_are_outcomes_by_position() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("kind", [Kind.OUTPUT_ATOMS, Kind.OUTPUTS])
-def test_another_number_of_outcomes_breaks_the_protocol(kind: int, count: int) -> None:
+def test_wrong_number_of_outcomes_breaks_the_protocol(kind: int, count: int) -> None:
     with pytest.raises(TransportError, match=f"2 outcomes came back for {count} requests"):
         read(kind, [pickling.dumps("a"), pickling.dumps("b")], count)
 

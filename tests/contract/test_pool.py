@@ -260,7 +260,7 @@ async def test_stopping_ends_workers_in_every_stage(told: Told, gate: Gate) -> N
     assert {event for event, _ in told.events[1:]} <= {"retired"}
 
 
-async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
+async def test_stopped_pool_starts_nothing(told: Told) -> None:
     before = psutil.Process().children()
     pool = await told.ready(Echo)
     os.kill(pids_of(pool)[0], signal.SIGKILL)

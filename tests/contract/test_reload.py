@@ -123,7 +123,7 @@ async def test_replaced_workers_roll_back_when_reload_fails(make: Make, tmp_path
         assert (stats.generation, stats.restarts) == (0, 0)
 
 
-async def test_a_worker_that_dies_meanwhile_is_replaced_too(make: Make) -> None:
+async def test_worker_death_during_reload_is_repaired(make: Make) -> None:
     batcher = make(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
     async with batcher:
         load = Load(batcher)

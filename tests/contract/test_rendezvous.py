@@ -227,7 +227,7 @@ def test_last_client_ends_host_and_removes_socket(directory: Path, key: HostKey)
 
 
 @pytest.mark.slow
-def test_nothing_is_left_open(directory: Path, key: HostKey) -> None:
+def test_rendezvous_leaves_nothing_open(directory: Path, key: HostKey) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     connection, process = start(key)
     second, no_process, *_ = connect(key, SERVE)
@@ -389,7 +389,7 @@ def test_replaced_host_keeps_socket_of_next_host(directory: Path, key: HostKey) 
         one.close()
 
 
-def test_a_host_that_has_answered_is_not_replaced(directory: Path, key: HostKey) -> None:
+def test_answering_host_is_not_replaced(directory: Path, key: HostKey) -> None:
     listeners: list[socket.socket] = []
 
     def keep(listener: socket.socket) -> Any:
@@ -407,7 +407,7 @@ def test_a_host_that_has_answered_is_not_replaced(directory: Path, key: HostKey)
 # --- siblings that differ -------------------------------------------------------------------------
 
 
-def test_one_warning_if_siblings_differ(
+def test_differing_siblings_cause_one_warning(
     directory: Path, key: HostKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And none for a host that is dead, or of another scope; a dead one's socket is removed."""
@@ -465,7 +465,7 @@ def make_foreign(path: Path) -> None:
         (make_foreign, "belongs to user 12345"),
     ],
 )
-def test_a_directory_that_others_may_use_is_refused(
+def test_directory_of_other_users_is_rejected(
     directory: Path, key: HostKey, make: Callable[[Path], None], fault: str
 ) -> None:
     make(directory)

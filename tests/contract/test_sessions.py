@@ -546,7 +546,7 @@ async def test_session_reopens_after_failed_start(make: Make, tmp_path: Path) ->
     assert_balance(batcher)
 
 
-def test_it_goes_on_with_another_event_loop(make: Make, gate: Gate) -> None:
+def test_session_moves_to_another_event_loop(make: Make, gate: Gate) -> None:
     batcher = make(EchoesOrHolds, 4, model_args=(gate.path,))
 
     async def first() -> None:

@@ -100,7 +100,7 @@ async def test_error_of_prepare_or_finish_fails_one_request(gate: Gate, stage: s
         assert (stats.failed, stats.completed) == (3, 2)
 
 
-async def test_a_batch_for_which_infer_raises_is_divided(gate: Gate) -> None:
+async def test_failing_batch_is_divided(gate: Gate) -> None:
     async with DynBatcher(InStages, 4, stage_threads=2, model_args=(gate.path,)) as batcher:
         tasks = [call(batcher, value) for value in ("a", "infer raises", "b", "c")]
         outcomes = [await outcome(task) for task in tasks]
@@ -108,7 +108,7 @@ async def test_a_batch_for_which_infer_raises_is_divided(gate: Gate) -> None:
         assert [value for value, _ in outcomes] == ["a", "b", "c"]
 
 
-async def test_death_retries_only_begun_batches(gate: Gate) -> None:
+async def test_death_loses_only_begun_batches(gate: Gate) -> None:
     async with DynBatcher(
         InStages, 1, stage_threads=2, model_args=(gate.path,), idempotent=False
     ) as batcher:

@@ -334,7 +334,7 @@ def test_errors_under_load_are_told(url: str) -> None:
         ("/length", ["--compare", "wrong.json"], "no file that bench --json has written"),
     ],
 )
-def test_nothing_to_measure_is_told_in_a_line(
+def test_bench_error_is_reported_in_one_line(
     url: str, tmp_path: Path, path: str, options: list[str], message: str
 ) -> None:
     (tmp_path / "wrong.json").write_text('{"text": ""}')

@@ -41,7 +41,7 @@ def test_a_machine_is_described() -> None:
     assert "fast_batcher" in checks["packages"]["text"]
 
 
-def test_a_kernel_that_refuses_memory_files_is_told() -> None:
+def test_refused_memory_files_are_reported() -> None:
     program = ROOT / "tests" / "support" / "without_memfd.py"
     done = subprocess.run(
         [sys.executable, str(program), *COMMAND[2:], "command_models:Doubler", "--json"],
@@ -83,7 +83,7 @@ def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
         assert f"t({size}) = " in checks["batches"]["text"]
 
 
-def test_without_inputs_the_warm_up_is_the_measure() -> None:
+def test_warm_up_is_measured_without_inputs() -> None:
     code, checks = examine("command_models:Doubler")
     assert code == 0
     assert "t(1) = " in checks["batches"]["text"]

@@ -172,7 +172,7 @@ async def test_an_error_of_a_metric_ends_no_timer(monkeypatch: pytest.MonkeyPatc
     assert {*map(type, errors)} == {OSError}
 
 
-def test_it_works_beside_the_metrics_of_the_app() -> None:
+def test_metrics_coexist_with_metrics_of_app() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo, name="beside")
     instrument(batcher, registry)

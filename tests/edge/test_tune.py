@@ -57,7 +57,7 @@ def test_a_target_limits_the_size() -> None:
     assert limited.chosen.max_batch_size < free.chosen.max_batch_size
 
 
-def test_a_rate_asks_for_workers_that_have_room() -> None:
+def test_rate_determines_the_workers() -> None:
     measurement = measured(0.010, 0.001)
     advice = advice_for(measurement, rate=2000.0, most_workers=8)
     chosen = advice.chosen

@@ -287,7 +287,7 @@ async def test_other_worker_serves_after_one_gave_up(tmp_path: Path) -> None:
         assert isinstance(await outcome(call(batcher, "fine")), NotReadyError)
 
 
-async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
+async def test_returned_worker_serves_after_neighbour_gives_up(tmp_path: Path) -> None:
     """Fault F14: it is back after the window, and serves on when its neighbour is given up."""
     needed = tmp_path / "weights"
     needed.touch()

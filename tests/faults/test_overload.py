@@ -47,7 +47,7 @@ async def test_overload_rejects_only_the_excess() -> None:
         assert_balance(batcher)
 
 
-async def test_after_a_pulse_every_request_is_answered() -> None:
+async def test_every_request_after_a_pulse_is_answered() -> None:
     """Fault F61."""
     async with DynBatcher(Slow, 4, model_args=(0.005,), max_latency=0.5) as batcher:
         await batcher.process_many(range(8))
@@ -72,7 +72,7 @@ async def test_impossible_deadlines_do_not_stop_the_service() -> None:
         assert_balance(batcher)
 
 
-async def test_one_giant_input_goes_alone() -> None:
+async def test_giant_input_runs_alone() -> None:
     """Fault F65."""
     async with DynBatcher(BatchSize, 32, cost=len, max_batch_cost=640) as batcher:
         costs = [*[10] * 50, 8192, *[10] * 50]

@@ -85,7 +85,7 @@ async def test_foreign_signal_handler_stays() -> None:
     assert signal.getsignal(signal.SIGTERM) is other
 
 
-async def test_ignored_signal_stays_ignored() -> None:
+async def test_callback_runs_for_previously_ignored_signal() -> None:
     called = asyncio.Event()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with call_on_sigterm(asyncio.get_running_loop(), called.set, "name"):

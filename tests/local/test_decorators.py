@@ -49,7 +49,7 @@ async def test_items_and_lists_give_outputs_in_their_order(variant: Variant) -> 
         assert function.stats.total_batches == 3
 
 
-async def test_it_is_called_with_one_argument(variant: Variant) -> None:
+async def test_calls_need_exactly_one_argument(variant: Variant) -> None:
     async with variant.batched(double) as function:
         for arguments in ((), (1, 2), ([1], [2])):
             with pytest.raises(TypeError, match="called with one argument"):
@@ -177,7 +177,7 @@ async def test_error_without_settable_attributes_is_delivered(variant: Variant) 
             assert caught.value.args == (item,)
 
 
-async def test_one_bad_item_fails_alone(variant: Variant) -> None:
+async def test_bad_item_fails_alone(variant: Variant) -> None:
     def fail_for_3(items: list[int]) -> list[int]:
         if 3 in items:
             raise ValueError("3 is bad")
@@ -263,9 +263,7 @@ async def check_hostile(variant: Variant, function: Any, bombs: list[Bomb]) -> N
 
 @pytest.mark.parametrize("function", [answer_hostile, answer_hostile_async])
 @pytest.mark.parametrize("name", ALL)
-async def test_an_error_that_raises_fails_its_callers(
-    variant: Variant, name: str, function: Any
-) -> None:
+async def test_raising_error_fails_its_callers(variant: Variant, name: str, function: Any) -> None:
     error = make_hostile(random.Random(name), name)
     await check_hostile(variant, function, [Bomb(error, True), Bomb(error, False)])
 
@@ -279,7 +277,7 @@ async def test_random_hostile_errors_fail_their_callers(
     await check_hostile(variant, function, bombs)
 
 
-async def test_a_sequence_that_raises_settles_all_callers(variant: Variant) -> None:
+async def test_raising_sequence_settles_all_callers(variant: Variant) -> None:
     class Bad(Sequence[int]):
         def __len__(self) -> int:
             raise RuntimeError("no length")
@@ -360,7 +358,7 @@ async def test_first_error_ends_wait_for_the_list(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda item: item, lambda item: [item]], ids=["item", "list"])
-async def test_a_call_that_fails_keeps_nothing_alive(variant: Variant, make: Any) -> None:
+async def test_failed_call_keeps_nothing_alive(variant: Variant, make: Any) -> None:
     def fail(items: list[Thing]) -> list[Thing]:
         raise ValueError("bad")
 

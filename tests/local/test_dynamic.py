@@ -354,7 +354,7 @@ def test_the_function_itself_is_pickled_by_its_name() -> None:
     assert copy.deepcopy(doubled_by_all) is doubled_by_all
 
 
-def test_it_looks_like_the_function() -> None:
+def test_decorated_function_keeps_its_metadata() -> None:
     assert doubled_by_all.__name__ == "doubled_by_all"
     assert doubled_by_all.__doc__ == "Double each item."
     assert doubled_by_all.__module__ == __name__

@@ -141,7 +141,7 @@ def test_other_outputs_are_an_error(
         (({"a": [1]},), {"b": [2]}, "dict, b="),
     ],
 )
-def test_it_is_called_with_features(arguments: Any, features: Any, given: str) -> None:
+def test_calls_need_features(arguments: Any, features: Any, given: str) -> None:
     class Uncalled:
         def __call__(self, features: Features) -> Any:
             raise AssertionError

@@ -82,7 +82,7 @@ async def test_future_in_odd_state_affects_no_other() -> None:
 
 @every_variant
 @pytest.mark.parametrize("where", ["batch_dispatched", "batch_answered"])
-async def test_an_observer_that_aborts_harms_no_later_call(variant: Variant, where: str) -> None:
+async def test_aborting_observer_affects_no_later_call(variant: Variant, where: str) -> None:
     async with variant.batched(echo, observers=[Aborts(where)], batch_size=2) as function:
         for _ in range(2):
             outcomes = await asyncio.gather(*map(function, range(5)), return_exceptions=True)

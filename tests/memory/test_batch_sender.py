@@ -114,7 +114,7 @@ def test_slow_pickling_is_logged_once(wire: Wire, caplog: pytest.LogCaptureFixtu
     assert message.startswith("name: pickling inputs took ")
 
 
-def test_nothing_is_sent_when_nothing_can_be(wire: Wire) -> None:
+def test_unsendable_batch_sends_nothing(wire: Wire) -> None:
     refused = wire.sender.send(batch_of(lambda: None, lambda: None))
     assert [type(refusal) for _, refusal in refused] == [UnsendableValueError] * 2
     assert wire.sent == []

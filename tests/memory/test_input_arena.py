@@ -178,7 +178,7 @@ def test_memory_stays_until_the_thread_has_copied(harness: SenderHarness) -> Non
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_without_memory_there_is_the_pipe(
+def test_pipe_is_used_without_memory(
     harness: SenderHarness, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_memory(harness.slabs._fd)

@@ -203,7 +203,7 @@ def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> float:
     return interval
 
 
-async def test_an_idle_worker_that_is_stopped_is_replaced(
+async def test_stopped_idle_worker_is_replaced(
     fast_heartbeat: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F22."""
@@ -227,7 +227,7 @@ async def test_replacement_answers_requests_of_stopped_worker(
         assert await batcher.process_batched(None) != first
 
 
-async def test_a_worker_that_answers_pings_lives_on(
+async def test_worker_answering_pings_is_kept(
     fast_heartbeat: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F22."""

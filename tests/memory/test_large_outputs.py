@@ -78,7 +78,7 @@ async def test_every_kind_and_size_comes_back_whole(
     assert "through a pipe" not in caplog.text
 
 
-async def test_whatever_dies_and_whoever_leaves_answers_are_whole(
+async def test_large_answers_survive_deaths_and_cancellations(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Random kills and cancellations, and an outbox that is too small for all."""

@@ -241,7 +241,7 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     outbox.close()
 
 
-def test_worker_without_outbox_reports_the_reason(outbox: OutboxReader) -> None:
+def test_unmappable_outbox_reports_the_reason(outbox: OutboxReader) -> None:
     class Duplicate:
         """A descriptor in the other process, as `multiprocessing` passes it."""
 

@@ -275,7 +275,7 @@ async def test_inputs_seen_by_forked_model_stay(gate: Gate, stages: bool) -> Non
 
 
 @anyio
-async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
+async def test_kept_error_keeps_no_inputs() -> None:
     async with opened(KeepsErrors, max_batch_size=1) as batcher:
         for _ in range(3):
             got = await outcome(call(batcher, np.zeros(SMALL, np.uint8)))
@@ -397,7 +397,7 @@ def test_another_loop_continues_after_closed_loop(size: int, stages: bool) -> No
 
 @anyio
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
+async def test_pipe_is_used_without_shared_memory(size: int) -> None:
     async with opened(Digests, max_shared_bytes=0) as batcher:
         assert not has_slabs(batcher)
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):

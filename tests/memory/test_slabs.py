@@ -331,7 +331,7 @@ def test_forked_app_releases_its_copy(slabs: Slabs) -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 
-def test_after_the_end_nothing_is_taken_or_written() -> None:
+def test_closed_slabs_are_not_used() -> None:
     slabs = Slabs(SIZE)
     slab = taken(slabs, PAGE)
     slabs.close()

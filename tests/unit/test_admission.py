@@ -397,7 +397,7 @@ def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
 
 
 @pytest.mark.slow
-def test_after_a_pulse_latency_is_normal_again() -> None:
+def test_latency_recovers_after_a_pulse() -> None:
     """Fault F61."""
     before = poisson(0.5 * GPU_CAPACITY, 1.0, 3)
     pulse = poisson(10 * GPU_CAPACITY, 2.0, 4, since=1.0)

@@ -80,7 +80,7 @@ def test_lower_priority_joins_only_with_a_gain() -> None:
     window=st.lists(st.integers(1, 20), max_size=20),
     most=st.integers(3, 6),
 )
-def test_it_keeps_to_its_budget(
+def test_packer_keeps_its_budget(
     is_padded: bool, chosen: list[float], window: list[float], most: int
 ) -> None:
     budget = 30.0

@@ -108,7 +108,7 @@ def test_unjoinable_row_fails_alone() -> None:
 @pytest.mark.parametrize(
     "other", [row(4), row(dtype="f8"), {"x": row()}, torch.zeros(3), row()[None], 1.0]
 )
-def test_one_unlike_the_others_fails_alone(other: Any) -> None:
+def test_different_row_fails_alone(other: Any) -> None:
     recorder = Recorder()
     first, fault, second = compute(recorder, Collation.stack(), row(), other, row())
     assert isinstance(fault, CollationError)

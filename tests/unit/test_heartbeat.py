@@ -7,14 +7,14 @@ def test_the_idle_ones_are_pinged() -> None:
     assert Heartbeat().tick(0.0, [0, 2]) == ([0, 2], [])
 
 
-def test_one_that_answers_is_pinged_again() -> None:
+def test_answering_worker_is_pinged_again() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
     heartbeat.answered(0)
     assert heartbeat.tick(HEARTBEAT_INTERVAL, [0]) == ([0], [])
 
 
-def test_one_that_does_not_is_told_once() -> None:
+def test_silent_worker_is_reported_once() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0, 1])
     heartbeat.answered(1)
@@ -29,7 +29,7 @@ def test_worker_with_new_work_after_ping_is_reported() -> None:
     assert heartbeat.tick(HEARTBEAT_INTERVAL, []) == ([], [0])
 
 
-def test_one_that_works_is_left_alone() -> None:
+def test_busy_worker_is_not_pinged() -> None:
     heartbeat = Heartbeat()
     assert heartbeat.tick(0.0, []) == ([], [])
     assert heartbeat.tick(HEARTBEAT_INTERVAL, []) == ([], [])

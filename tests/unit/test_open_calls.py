@@ -51,7 +51,7 @@ def test_request_expires_once_after_its_deadline() -> None:
     assert [*calls] == [late]
 
 
-def test_without_a_timeout_nothing_expires() -> None:
+def test_calls_without_timeout_do_not_expire() -> None:
     calls = OpenCalls(None, idempotent=True)
     request = make(calls, 0.0)
     assert calls.next_expiry == inf

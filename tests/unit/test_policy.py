@@ -55,7 +55,7 @@ def test_policy_decisions(
 
 
 @pytest.mark.parametrize("policy", [GreedyPolicy(), FixedPolicy(5.0)])
-def test_they_learn_nothing(policy: Policy) -> None:
+def test_stateless_policies_learn_nothing(policy: Policy) -> None:
     before = policy.decide(ARRIVAL, queue_of(inf), LOAD)
     policy.arrived(50.0, 1, True)
     policy.batch_done(50.0, 1, LOAD)

@@ -13,7 +13,7 @@ def test_worker_is_due_after_max_batches(batches: int, is_due: bool) -> None:
 
 
 @pytest.mark.parametrize(("rss_bytes", "is_due"), [(0, False), (99, False), (100, True)])
-def test_from_so_much_memory_on(rss_bytes: int, is_due: bool) -> None:
+def test_worker_is_due_at_memory_limit(rss_bytes: int, is_due: bool) -> None:
     recycling = Recycling(None, 100)
     assert recycling.is_wanted
     assert recycling.is_due(2, rss_bytes) is is_due

@@ -146,7 +146,7 @@ def test_shared_output_becomes_one_object_per_request(post: Post, shared: Any) -
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> None:
+def test_unpicklable_output_fails_alone(post: Post, is_first: bool) -> None:
     if not is_first:
         post.pack([np.zeros(LARGE)])
     raw = bytearray(LARGE)

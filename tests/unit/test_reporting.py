@@ -32,7 +32,7 @@ def test_the_first_process_reports_until_it_leaves() -> None:
     assert reporting.choose(0.0) == 3
 
 
-def test_a_process_that_does_not_read_is_replaced() -> None:
+def test_reporter_that_stops_reading_is_replaced() -> None:
     reporting = make(1, 2)
     assert reporting.choose(9.0) == 1
     for tenant in (1, 2):

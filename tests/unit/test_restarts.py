@@ -42,7 +42,7 @@ def test_a_restart_leaves_the_budget_with_its_window() -> None:
     assert restarts.lost(89.9).is_given_up
 
 
-def test_after_a_window_there_is_a_try_again() -> None:
+def test_restart_is_retried_after_a_window() -> None:
     restarts = Restarts(1, 60.0, 0.1)
     restarts.lost(0.0)
     assert restarts.lost(1.0) == NextTry(60.0, is_given_up=True)

@@ -41,7 +41,7 @@ def test_interrupted_observation_is_ignored() -> None:
     assert curve.count == 0
 
 
-def test_it_is_not_closed_before_its_end() -> None:
+def test_curve_stays_open_until_its_end() -> None:
     curve = ReturnCurve()
     curve.begin(0.0, HORIZON, 1)
     curve.close(11.9)
@@ -56,7 +56,7 @@ times = st.lists(st.floats(0.0, 30.0), max_size=20).map(sorted)
 
 
 @given(events=st.lists(st.tuples(st.integers(1, 64), times), min_size=1, max_size=40))
-def test_it_never_expects_fewer_later(events: list[tuple[float, list[float]]]) -> None:
+def test_curve_is_monotonic(events: list[tuple[float, list[float]]]) -> None:
     curve = curve_of(*events)
     assert curve.count == len(events)
     for since in (0.0, 0.5, 3.0, POINTS - 1e-9):

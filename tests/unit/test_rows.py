@@ -95,7 +95,7 @@ def test_rows_that_differ(one: Any, other: Any, text: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning", "ignore:torch.quantize")
-def test_a_feature_that_cannot_be_joined_is_named(make: Callable[[], Any]) -> None:
+def test_unjoinable_feature_is_named(make: Callable[[], Any]) -> None:
     with pytest.raises(CollationError, match=r"'some\.feature' is "):
         make_row({"some": {"feature": make()}}, STACK)
 

@@ -142,7 +142,7 @@ def test_workers_that_load_count_as_present(loading: float) -> None:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_a_load_that_the_workers_bear_changes_nothing(load: float) -> None:
+def test_sufficient_workers_stay_unchanged(load: float) -> None:
     """The adaptive policy keeps the workers busy at each of them."""
     cluster = Cluster(poisson(2 * load * CAPACITY, 600.0, seed=3), fewest=2).run(600.0)
     assert cluster.decisions == []
@@ -297,7 +297,7 @@ def test_late_measurement_is_ignored() -> None:
     assert decide(scaling, 3600.0 + PATIENCE, 3601.0 + PATIENCE, arrived=10**6) == [3]
 
 
-def test_a_backlog_that_shrinks_needs_no_further_worker() -> None:
+def test_shrinking_backlog_starts_no_worker() -> None:
     scaling = Scaling(1, 8, None)
     backlogs = [20.0 * 0.9 ** (step / 2) for step in range(40)]
     looks = [scaling.decide(step / 2, load(backlog=value)) for step, value in enumerate(backlogs)]

@@ -149,7 +149,7 @@ def test_rows_are_joined_without_a_copy(memory: bytearray, kind: str) -> None:
     assert address(join(rows, Collation.stack(batch_dim=1))) != address(rows[0])
 
 
-def test_without_arrays_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_without_arrays_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="at least one array"):
         stack([])
     with pytest.raises(ValueError, match="same shape"):

@@ -35,7 +35,7 @@ def test_quantiles_of_no_and_one_value(q: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_it_is_that_of_the_written_out_list(seed: int) -> None:
+def test_weighted_quantile_matches_expanded_list(seed: int) -> None:
     chance = random.Random(seed)
     waits = samples(*[(chance.choice([0.5, 1.5, chance.random()]), chance.randint(1, 9))] * 3)
     waits.extend((chance.random(), chance.randint(1, 9)) for _ in range(chance.randint(0, 30)))

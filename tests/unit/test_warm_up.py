@@ -44,13 +44,13 @@ def test_warm_up_computes_every_input() -> None:
     assert model.seen == [["a"], ["a"], ["a", "b"], ["c", "a"], ["a", "b"]]
 
 
-def test_without_batching_every_input_is_computed_too() -> None:
+def test_warm_up_without_batching_computes_every_input() -> None:
     model = Sizes("a", "b")
     assert [size for size, _ in warm_up(model, 1)] == [1]
     assert model.seen == [["a"], ["a"], ["b"]]
 
 
-def test_without_inputs_there_is_nothing_to_tell() -> None:
+def test_warm_up_without_inputs_reports_nothing() -> None:
     class Plain:
         def infer(self, inputs: list[Any]) -> list[Any]:
             raise AssertionError("it has no inputs")
@@ -66,7 +66,7 @@ def test_worker_starts_if_full_batch_is_too_large() -> None:
         warm_up(Sizes("a", most=0), 8)
 
 
-def test_a_warm_up_that_fails_raises() -> None:
+def test_failing_warm_up_raises() -> None:
     for model, text in {
         WarmsUpBadly(): "OutputMismatchError: infer returned 0 outputs for 1",
         RaisesOnWarmUp(): "ValueError: too cold",
