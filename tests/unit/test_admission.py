@@ -388,7 +388,7 @@ def test_accepted_requests_are_in_time_under_overload(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [1.2, 2.0, 5.0])
-def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
+def test_fivefold_overload_costs_no_goodput(load: float) -> None:
     """Fault F60."""
     world = service(poisson(load * GPU_CAPACITY, 4.0, seed=1))
     assert world.count_within(TARGET, since=0.5) >= 0.97 * 3.5 * GPU_CAPACITY
