@@ -565,7 +565,7 @@ def test_live_loop_keeps_the_batcher(new_loop: NewLoop) -> None:
         lambda: batcher.open(),
         lambda: batcher.aclose(),
     ):
-        with pytest.raises(RuntimeError, match="another event loop than the one that serves it"):
+        with pytest.raises(RuntimeError, match="another event loop than the batcher's"):
             second.run_until_complete(use())
 
     async def use_from_thread() -> None:

@@ -31,7 +31,7 @@ def no_gpus_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def places(batcher: DynBatcher[Any, Any]) -> list[tuple[Any, ...]]:
-    """What the models found, by index."""
+    """Devices that the models found, by index."""
     found: dict[int, tuple[Any, ...]] = {}
     while len(found) < batcher.stats.num_workers:
         for index, *place in await batcher.process_many([None] * 16):

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 class Told:
-    """What pools tell, in order, and the pools to be ended after the test."""
+    """Events of pools, in order, and the pools to stop after the test."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []

@@ -34,7 +34,7 @@ def anyio_backend() -> Any:
 
 
 class Changes(Observer):
-    """What is told of workers, by their indexes."""
+    """Events of workers, by index."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str]] = []

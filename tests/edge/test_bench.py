@@ -331,7 +331,7 @@ def test_errors_under_load_are_told(url: str) -> None:
         ("/missing", ["--method", "GET"], 'GET /missing answers 404 {"detail":"Not Found"}'),
         ("/greet", [], "name of the body is of the pattern"),
         ("/length", ["--body", "wrong.json"], 'POST /length answers 422 {"detail":[{"type":"str'),
-        ("/length", ["--compare", "wrong.json"], "no file that bench --json has written"),
+        ("/length", ["--compare", "wrong.json"], "not a file written by bench --json"),
     ],
 )
 def test_bench_error_is_reported_in_one_line(

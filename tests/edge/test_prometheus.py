@@ -324,7 +324,7 @@ class Prometheus:
         self._log.close()
 
     def get(self, path: str, **parameters: str) -> Any:
-        """What the API answers, None until it does."""
+        """Answer of the API; None until it arrives."""
         try:
             page = httpx2.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=LIMIT)
         except httpx2.TransportError:

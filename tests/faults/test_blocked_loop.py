@@ -1,4 +1,4 @@
-"""What was in time stays in time when somebody has blocked the event loop, or is being copied."""
+"""Deadlines under a blocked event loop, and during the copy of an answer."""
 
 import asyncio
 import select
@@ -48,7 +48,7 @@ def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerHandle]:
 
 @pytest.fixture(params=["timer", "pump"])
 def next_thing(request: pytest.FixtureRequest) -> Any:
-    """What the loop does first when it runs again, besides reading: depends on the loop."""
+    """Order of timers and reads after a blocked loop; it depends on the loop."""
     return request.param
 
 

@@ -175,7 +175,7 @@ class FrozenError(Exception):
 
 
 def raised(function: Callable[[], Any]) -> Exception:
-    """What this raises by itself, as a model would."""
+    """Error of a model that raises by itself."""
     try:
         function()
     except Exception as error:  # noqa: BLE001  whatever it is
@@ -225,7 +225,7 @@ picklable = pytest.mark.parametrize("make", PICKLABLE.values(), ids=PICKLABLE.ke
 
 
 def state_of(error: Any) -> dict[str, Any]:
-    """What the user can ask of an exception besides its type."""
+    """Attributes of an exception besides its type."""
     builtin = ["errno", "strerror", "filename", "filename2", "start", "end", "reason", "object"]
     builtin += ["encoding", "name", "path", "message", "exceptions"]
     state = {name: getattr(error, name) for name in builtin if hasattr(error, name)}
@@ -327,7 +327,7 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Held:
-    """What a frame may hold."""
+    """A value that a frame may hold."""
 
 
 def test_only_finished_frames_are_cleared() -> None:

@@ -1,4 +1,4 @@
-"""Whatever raises in the pump: its calls end with an error, it is logged, the batcher goes on."""
+"""Errors inside the pump: calls fail, the error is logged, the batcher continues."""
 
 import asyncio
 import logging
@@ -105,7 +105,7 @@ def _broken_logging() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_broken_logging")
 async def test_raising_log_filter_does_not_block_errors(gate: Gate) -> None:
-    """What comes in the same turn after the line that cannot be logged is done all the same."""
+    """An error of logging does not stop the rest of the turn."""
     settings: dict[str, Any] = {"num_workers": 2, "timeout": SOON}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
         calls = [call(batcher, number) for number in range(2)]

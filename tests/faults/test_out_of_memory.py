@@ -1,4 +1,4 @@
-"""What is given back when memory has not sufficed."""
+"""Release of memory after an out-of-memory error."""
 
 import weakref
 from typing import Any, NoReturn

@@ -98,7 +98,7 @@ def both() -> Iterator[Both]:
 
 
 def seen(value: Any) -> tuple[Any, ...]:
-    """What has to arrive: all but the gradient, and where and how it lies in memory."""
+    """Expected value: everything except the gradient and the memory layout."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype, value.tolist()
     return np.ndarray, value.dtype, value.shape, repr(value.tolist())

@@ -1,4 +1,4 @@
-"""What all decorators promise to awaited calls, wherever the function runs."""
+"""Behaviour of awaited calls, common to all decorators."""
 
 import asyncio
 import contextvars

@@ -101,7 +101,7 @@ def end(*functions: Any) -> None:
 
 
 def outcome_of(call: Any) -> Any:
-    """What it raises or gives."""
+    """Error or result of a call."""
     try:
         return call()
     except BaseException as error:  # noqa: BLE001  whatever it is

@@ -1,4 +1,4 @@
-"""What the callers of a decorated function share with each other and with the function."""
+"""Objects that callers share with each other and with a decorated function."""
 
 import asyncio
 from collections.abc import Callable

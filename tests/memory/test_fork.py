@@ -1,4 +1,4 @@
-"""What objects do when the process forks."""
+"""Behaviour of objects at a fork."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What can lie in rows of shared memory, and how it is seen there."""
+"""Layouts of values in rows of shared memory."""
 
 import ctypes
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which parts of a file are taken: never two at once, and everything comes back."""
+"""Allocation of ranges of a file: no overlap, and no leak."""
 
 from typing import Any
 

@@ -64,7 +64,7 @@ def make_batch(choice: random.Random) -> list[Any]:
 
 
 def canonical(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """What a value is, and which of its parts are one object, as something that can be compared."""
+    """Comparable form of a value and of the identity of its parts."""
     seen = {} if seen is None else seen
     if not isinstance(value, list | tuple | dict | bytearray | np.ndarray):
         return value

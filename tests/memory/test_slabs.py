@@ -210,7 +210,7 @@ def test_last_view_frees_the_batch(views: SlabViews) -> None:
 
 @pytest.fixture
 def progress(views: SlabViews) -> Iterator[WorkerProgress]:
-    """What the parent of the worker reads."""
+    """Answers that the worker's parent reads."""
     progress = WorkerProgress()
     views.report_forks(progress)
     yield progress

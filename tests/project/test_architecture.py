@@ -187,14 +187,14 @@ def ours(target: Import) -> str | None:
 
 
 def run_python(program: str, *options: str) -> Any:
-    """What a fresh interpreter prints, as JSON."""
+    """Output of a fresh interpreter, as JSON."""
     done = run_command([sys.executable, *options, "-c", program])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def modules_after(statement: str, options: tuple[str, ...] = ("-I", "-S")) -> set[str]:
-    """What is loaded after it; by default Python itself and this package alone are on the path."""
+    """Modules loaded after a statement; by default the path has only Python and this package."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); {statement}\n"
         "import json; print(json.dumps(sorted(sys.modules)))"
@@ -258,7 +258,7 @@ def test_core_and_arrays_import_few_modules(name: str) -> None:
 
 
 def direct_imports(name: str) -> set[str]:
-    """What a file loads of ours when it is loaded."""
+    """Modules of the package that a file imports when it is loaded."""
     found = set()
     for target in SOURCES[name].imports():
         inside = ours(target)
@@ -269,7 +269,7 @@ def direct_imports(name: str) -> set[str]:
 
 
 def reachable_from(name: str) -> set[str]:
-    """What is loaded of ours because of it, itself included."""
+    """Modules of the package that are loaded because of a module, itself included."""
     reached: set[str] = set()
     todo = {name}
     while todo:

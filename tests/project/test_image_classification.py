@@ -93,7 +93,7 @@ def test_batch_and_single_images_give_equal_results(
 
 
 def array_of(image: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What the network is given for this image."""
+    """Input of the network for this image."""
     return to_input(torch.tensor(decode(image))[None], torch.float32)[0].contiguous().numpy()
 
 

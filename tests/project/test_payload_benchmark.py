@@ -1,4 +1,4 @@
-"""How fast large arrays are: what is measured, and how the bars are judged."""
+"""The benchmark of large arrays: measurements and bars."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What users may rely on: names, import paths, signatures, and that each is explained and typed."""
+"""Public interface: names, import paths, signatures, docstrings and types."""
 
 import importlib
 import importlib.metadata

@@ -51,7 +51,7 @@ def modules_imported(name: str) -> set[str]:
 
 
 def test_the_package_keeps_within_its_budget() -> None:
-    """Who adds says what leaves, or raises the budget with a reason."""
+    """An addition removes something, or raises the budget with a reason."""
     assert len(SOURCES) <= MOST_FILES
     assert sum(len(path.read_text().splitlines()) for path in SOURCES.values()) <= MOST_LINES
 

@@ -1,4 +1,4 @@
-"""What README and documents show is formatted as our own, and runs with an installed package."""
+"""Programs of README and documents: their format, and runs with an installed package."""
 
 import ast
 import re

@@ -342,7 +342,7 @@ TARGET = 0.05
 
 
 def service(moments: list[float], *, max_latency: float = TARGET, **options: Any) -> World:
-    """What has become of all requests that arrive at these moments."""
+    """Outcomes of requests that arrive at these times."""
     return World("greedy", arrivals=moments, max_latency=max_latency, **options).run()
 
 

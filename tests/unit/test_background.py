@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Told:
-    """What a thread has told an event loop."""
+    """Reports of a thread to an event loop."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException | None] = []

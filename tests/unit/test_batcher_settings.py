@@ -30,7 +30,7 @@ def construct(model: Any = Echo, **settings: Any) -> DynBatcher[Any, Any]:
 
 
 def refusal(model: Any = Echo, **settings: Any) -> str:
-    """What is said when this is refused; it must be, and must have started nothing."""
+    """Error message of rejected settings; nothing may have been started."""
     with pytest.raises(ConfigurationError) as caught:
         construct(model, **settings)
     assert multiprocessing.active_children() == []
@@ -51,7 +51,7 @@ NOT_A_POLICY = ["Adaptive", "fastest", "", 1, ["greedy"], b"greedy"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one setting takes, besides its default, and what it refuses."""
+    """Values that a setting accepts besides its default, and values that it rejects."""
 
     taken: list[Any]
     refused: list[Any]

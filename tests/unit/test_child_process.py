@@ -1,4 +1,4 @@
-"""How a worker process is started, and what signals do to it; real processes and programs."""
+"""Start of a worker process, and its reaction to signals; real processes and programs."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What goes into frame bodies: failures as data, parts, and what counts as one output per input."""
+"""Frame bodies: failures as data, parts, and the count of outputs."""
 
 import threading
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model with a collation is given and what is made of its answer.
+"""Inputs and outputs of a model with a collation.
 
 The calls of the model are looked at here; real workers with such models are at the end.
 """
@@ -312,7 +312,7 @@ async def test_rows_of_several_callers_share_batches() -> None:
         ({"x": np.zeros((2, 3)), "y": np.zeros((3, 3))}, "different numbers|numbers of rows"),
         ({"x": 1.0}, "'x' of the input, a float, has no batch axis"),
         ("text", "has no batch axis"),
-        ({}, "no batch"),
+        ({}, "not a batch"),
     ],
 )
 async def test_invalid_batch_of_rows_is_rejected_unqueued(batch: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What may be declared, and the error that names what may not."""
+"""Valid collations, and errors for invalid ones."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which numbers the descriptors of ours have, and who gets them."""
+"""Numbers and inheritance of the library's file descriptors."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Whatever raises inside of the core, every request has one place, and ends once."""
+"""Errors inside the core: every request has one place, and ends once."""
 
 from collections.abc import Callable, Sequence
 from itertools import count

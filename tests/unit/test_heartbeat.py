@@ -1,4 +1,4 @@
-"""Which idle workers have stopped to answer; time is an argument."""
+"""Detection of idle workers that no longer answer; time is an argument."""
 
 from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, LATENESS, Heartbeat
 

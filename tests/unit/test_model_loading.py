@@ -1,4 +1,4 @@
-"""What a worker raises when it cannot import the model's module, and what it tells of a GPU.
+"""Errors of a worker that cannot import the model's module; reports about its GPU.
 
 Everything else about loading is shown with real workers, in `test_batcher_processes.py`.
 """

@@ -1,4 +1,4 @@
-"""Which models and arguments a batcher takes, and what it says about the others."""
+"""Models and arguments that a batcher accepts, and errors for others."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What a model may return for a batch."""
+"""Valid outputs of a model for a batch."""
 
 import array
 from collections import UserList, deque

@@ -61,7 +61,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def addresses(parts: OutOfBandPickle, least: int = 30_000) -> set[int]:
-    """Where the long pieces are."""
+    """Positions of the long pieces."""
     pieces = [np.frombuffer(piece, np.uint8) for _, piece in parts if len(piece) > least]
     return {piece.ctypes.data for piece in pieces}
 

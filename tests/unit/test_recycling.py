@@ -1,4 +1,4 @@
-"""When a worker that is well is replaced."""
+"""Replacement of healthy workers."""
 
 import pytest
 

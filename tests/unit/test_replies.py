@@ -1,4 +1,4 @@
-"""Which way outputs take, the pipe or the outbox; and how often they are pickled."""
+"""Transport of outputs by pipe or outbox, and the number of their picklings."""
 
 import os
 import pickle
@@ -44,7 +44,7 @@ class Post:
         return kind, shared.read(len(outputs))
 
     def where(self, outputs: list[Any]) -> list[Any]:
-        """Where large outputs have been left, the sizes of their parts, and so on."""
+        """Place of large outputs, sizes of their parts, and so on."""
         ((kind, body),) = self.encoder.pack(outputs, {})
         assert kind == Kind.SHARED_OUTPUTS
         where: list[Any] = [*loads(body)]

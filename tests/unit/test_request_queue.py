@@ -1,4 +1,4 @@
-"""Both queues of the scheduler: order, deadlines, and what they keep. Values only, no clock."""
+"""The two queues of the scheduler: order, deadlines and contents. Values only, no clock."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""What is tried again, how, and how often, by example; every moment an argument."""
+"""Retries, by example: requests, batches and limits; every time is an argument."""
 
 import hypothesis.strategies as st
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What the return curve learns of arrivals after events: numbers only."""
+"""The return curve of arrivals after events: numbers only."""
 
 from itertools import pairwise
 

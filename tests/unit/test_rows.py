@@ -1,4 +1,4 @@
-"""What two rows must have in common to be joined, and the errors that name what they have not."""
+"""Conditions for joining two rows, and errors that name the difference."""
 
 import math
 from collections.abc import Callable

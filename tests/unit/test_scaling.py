@@ -1,4 +1,4 @@
-"""When a batcher with a range of workers starts further ones and ends some, in virtual time."""
+"""Scaling of a range of workers, in virtual time."""
 
 import itertools
 from collections.abc import Callable

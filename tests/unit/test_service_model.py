@@ -1,4 +1,4 @@
-"""What the service model learns from times of batches: all of them numbers, no clock."""
+"""The service model of batch times: numbers only, no clock."""
 
 from itertools import pairwise
 from math import inf, nan

@@ -1,4 +1,4 @@
-"""What a worker does with batches: `BatchLoop` and `StageLoop` in a thread, against real pipes.
+"""The worker's loops: `BatchLoop` and `StageLoop` in a thread, with real pipes.
 
 What it does to its process (signals, the end with the parent) is tested with real processes.
 """

@@ -1,4 +1,4 @@
-"""Which tensors are simply their bytes, and what is made of bytes. Every kind: `array_kinds`."""
+"""Conversion of tensors to bytes and back. Every kind: `array_kinds`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How many threads the numeric libraries of a worker may use, and what wins over that."""
+"""Thread limits of a worker's numeric libraries, and their precedence."""
 
 import os
 import threading

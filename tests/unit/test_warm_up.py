@@ -1,4 +1,4 @@
-"""What is computed before the worker is ready, and what is told of it; in this process."""
+"""Warm-up before the worker is ready, and its report; in this process."""
 
 import io
 from typing import Any
