@@ -119,7 +119,7 @@ async def test_outputs_of_every_kind_arrive(make: Make) -> None:
         assert len(await batcher.process_batched(100)) == 100
 
 
-async def test_a_file_on_disk_is_to_be_read_first(make: Make) -> None:
+async def test_open_file_error_names_the_remedy(make: Make) -> None:
     """As an upload above the size that Starlette keeps in memory."""
     with tempfile.SpooledTemporaryFile(max_size=1) as file:
         file.write(b"xx")

@@ -211,7 +211,7 @@ asyncio.run(main())
 """
 
 
-async def test_an_array_in_a_forked_child_keeps_its_memory() -> None:
+async def test_array_in_forked_child_keeps_its_memory() -> None:
     """Although the process that allocated it is dead."""
     async with make(*DIGESTS):
         dead = run_command([sys.executable, "-c", FORKS, json.dumps(sys.path)])
