@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -110,6 +110,10 @@ def bench(
             case_sensitive=False, help="By default POST with --body, else as in the schema."
         ),
     ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(help='Sent with each request, as "Authorization: Bearer ...". Repeatable.'),
+    ] = None,
     late: Annotated[float, typer.Option(help="Seconds after which an answer is late.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, and of the order of bodies.")] = 1,
     client_processes: Annotated[
@@ -134,6 +138,7 @@ def bench(
     random, whether or not earlier ones are answered. Ends with 1 if nothing can be measured.
     """
     target, path = _parse_url(url)
+    target = replace(target, headers=tuple(map(_parse_header, header or [])))
     _check_files(json_file, picture)
     console = Console(stderr=True)
     try:
@@ -188,6 +193,13 @@ def _parse_url(url: str) -> tuple[Target, str]:
     path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
     query = f"?{quote(parts.query, safe='/%:@!$&()*+,;=~?')}" if parts.query else ""
     return Target(parts.hostname, port), path + query
+
+
+def _parse_header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not (colon and name.strip() and text.isprintable() and text.isascii()):
+        raise typer.BadParameter(f'--header {text!r}: write it like "Authorization: Bearer ..."')
+    return name.strip(), value.strip()
 
 
 def _check_files(json_file: Path | None, picture: Path | None) -> None:

@@ -49,6 +49,8 @@ class Plan:
     # Sent in random order, again and again; as latin-1, which maps any byte to one character.
     bodies: list[str]
     content_type: str
+    # Further lines of the head.
+    headers: list[str]
     # Open at the same time: exactly this many in a closed loop, at most in an open one.
     connections: int
     # Requests per second that arrive; None for a closed loop.
@@ -386,6 +388,7 @@ def make_request(plan: Plan, body: str) -> bytes:
     """Write a request; only one with a body has a type and a length."""
     host = f"[{plan.host}]" if ":" in plan.host else plan.host
     head = f"{plan.method} {plan.path} HTTP/1.1\r\nHost: {host}:{plan.port}\r\n"
+    head += "".join(f"{line}\r\n" for line in plan.headers)
     if body:
         head += f"Content-Type: {plan.content_type}\r\n"
     if body or plan.method != "GET":

@@ -31,6 +31,8 @@ class Target:
 
     host: str
     port: int
+    # Sent with each request, as name and value.
+    headers: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 
     def ask(
         self, method: str, path: str, body: bytes = b"", content_type: str = ""
@@ -41,7 +43,7 @@ class Target:
             OSError: The server cannot be reached.
             http.client.HTTPException: Its answer is not HTTP.
         """
-        headers = {"Content-Type": content_type} if body else {}
+        headers = dict(self.headers) | ({"Content-Type": content_type} if body else {})
         connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_LIMIT)
         try:
             connection.request(method, path, body or None, headers)
@@ -179,6 +181,7 @@ def make_plans(target: Target, case: Case, repetition: int, settings: LoadSettin
         path=case.path,
         bodies=[body.decode("latin-1") for body in settings.bodies],
         content_type=settings.content_type,
+        headers=[f"{name}: {value}" for name, value in target.headers],
         connections=0,
         # Poisson processes side by side are one of the summed rate.
         rate=None if case.rate is None else case.rate / processes,

@@ -7,8 +7,10 @@ answers, which `Answers` does.
 """
 
 import functools
+import io
 import logging
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -364,14 +366,19 @@ def make_pickler(settings: Settings) -> OutOfBandPickler:
     return OutOfBandPickler(settings.shared_memory_threshold, makes_writable=True)
 
 
+# The class of an open file is in `_io`; Python 3.13 names the class alone.
+_UNPICKLED = re.compile(r"cannot pickle '(?:_io\.)?(\w+)'")
+
+
 def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes | BatcherError:
     """Pickle one input, or return the error of an input that cannot be sent."""
     try:
         item = pickler.dumps(value)
     except BaseException as error:  # noqa: BLE001  pickling is the user's code
         reason = pickling.one_line(error)
-        # The classes of open files are in the module `_io`; one may be inside of the input.
-        is_file = hasattr(type(value), "read") or "'_io." in reason
+        # An open file may be inside of the input.
+        named = _UNPICKLED.search(reason)
+        is_file = hasattr(type(value), "read") or (named is not None and hasattr(io, named[1]))
         remedy = (
             "read the file first, as await upload.read(), and send its bytes"
             if is_file

@@ -315,6 +315,17 @@ def test_bodies_of_a_file_are_sent(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_headers_are_sent_with_each_request(url: str) -> None:
+    done = bench(f"{url}/guarded", *SHORT)
+    assert (done.returncode, "POST /guarded answers 401" in done.stderr) == (1, True)
+    done = bench(f"{url}/guarded", *SHORT, "--header", "Authorization: Bearer secret")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "warning" not in done.stdout
+    done = bench(f"{url}/guarded", *SHORT, "--header", "secret")
+    assert (done.returncode, "write it like" in done.stderr) == (2, True)
+
+
+@pytest.mark.slow
 def test_errors_under_load_are_told(url: str) -> None:
     done = bench(f"{url}/sometimes-busy", *SHORT)
     assert done.returncode == 0

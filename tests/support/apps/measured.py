@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Annotated
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, Header, HTTPException
 from pydantic import BaseModel, Field
 
 app = FastAPI()
@@ -43,3 +43,9 @@ async def sometimes_busy(body: Text) -> None:
     asked["sometimes-busy"] += 1
     if asked["sometimes-busy"] % 3 == 0:
         raise HTTPException(503, "the queue is full")
+
+
+@app.post("/guarded")
+async def guard(authorization: Annotated[str, Header()] = "") -> None:
+    if authorization != "Bearer secret":
+        raise HTTPException(401, "no token")
