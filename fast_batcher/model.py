@@ -62,7 +62,7 @@ def batchable(
     Args:
         function: The method, if `@batchable` is written without parentheses.
         max_batch_size: Most inputs of a batch, 1 to 2**20, None for the batcher's.
-        collation: How inputs become one batch, as the attribute of that name for `infer`.
+        collation: Rules that join the inputs of this method, like the attribute for `infer`.
 
     Raises:
         ConfigurationError: A value is wrong.
@@ -109,7 +109,7 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     docs/stages.md.
     """
 
-    # How inputs become one batch. `infer` then takes and returns one array, tensor or structure of
+    # Rules that join inputs. `infer` then takes and returns one array, tensor or structure of
     # them instead of lists; with None it takes and returns lists. May be set in `__init__`.
     collation: Collation | None = None
     # Device of the worker, for `torch.device`: "cuda:0" or "cpu". A worker sees only the GPU that

@@ -69,7 +69,7 @@ class BatchAnswered:
 
     # The name of the batcher or of the decorated function.
     model: str
-    # Which of the workers, from 0; a replacement has its predecessor's index.
+    # Index of the worker, from 0; a replacement has its predecessor's index.
     worker: int
     # Increases with each batch of the batcher.
     batch_id: int
@@ -116,7 +116,7 @@ class WorkerChanged:
     change: WorkerChange
     # Id of its process; None for a worker without a process.
     pid: int | None
-    # How it ended, as "exit code 3" or "signal 9 (SIGKILL)"; "" while it lives.
+    # Exit status, as "exit code 3" or "signal 9 (SIGKILL)"; "" while it lives.
     exit_text: str = ""
     # Address of its node in a Ray cluster; "" for this machine.
     node: str = ""

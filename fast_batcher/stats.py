@@ -121,11 +121,11 @@ class Explanation:
     busy: float = 0.0
     # Requests per second with full batches, predicted from the measured times; None if unknown.
     capacity: float | None = None
-    # Why most requests were in batches that were no larger.
+    # Limit of the batch size for most requests.
     cause: Cause = "no data"
-    # Share of the requests whose batch it explains, 0 to 1.
+    # Share of the requests whose batches had this limit, 0 to 1.
     cause_share: float = 0.0
-    # What would change that, and what it would gain.
+    # Setting that would change the limit, and its predicted gain.
     advice: str = ""
     # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
     # quantile, by size.

@@ -1,4 +1,4 @@
-"""What every test gets: both event loops, and the proof that it has left nothing behind.
+"""Fixtures of every test: both event loops, and a check that nothing is left behind.
 
 Parent process, pytest's own thread.
 """
@@ -64,7 +64,7 @@ def _is_on_a_second_loop(item: pytest.Item) -> bool:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds that somebody has to give back."""
+    """Resources of this process that must be released."""
 
     children: frozenset[int]
     threads: frozenset[threading.Thread]
@@ -91,7 +91,7 @@ class Holdings:
         )
 
     def beyond(self, before: "Holdings") -> dict[str, list[str]]:
-        """What was not there before, by kind."""
+        """New resources, by kind."""
         return {
             kind: sorted(str(one) for one in new)
             for kind in self.__dataclass_fields__

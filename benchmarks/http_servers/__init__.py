@@ -18,7 +18,7 @@ WAIT = 0.001
 
 @dataclass(frozen=True)
 class Job:
-    """What a server does; it reads this from its environment."""
+    """Configuration of a server, read from its environment."""
 
     # What the model takes for a batch, and for each of its inputs.
     seconds: float = 0.0

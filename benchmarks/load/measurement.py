@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target(measurement.Target):
-    """Where the requests go."""
+    """Address of the server under load."""
 
     # None for a server that we did not start: its CPU time is not known.
     server: Server | None = None

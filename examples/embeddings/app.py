@@ -69,7 +69,7 @@ def check_unicode(text: str) -> str:
 
 
 class Text(BaseModel):
-    """What a client sends."""
+    """Body of a request."""
 
     text: Annotated[
         str,
@@ -79,7 +79,7 @@ class Text(BaseModel):
 
 
 class Embedding(BaseModel):
-    """What it gets back."""
+    """Body of a response."""
 
     embedding: list[float] = Field(
         description="A vector of unit length: the dot product of two is their similarity.",
@@ -126,5 +126,5 @@ async def embed_unbatched(body: Text, embedder: Unbatched) -> ArrayResponse:
 
 @app.get("/stats")
 async def stats() -> dict[str, dict[str, Any]]:
-    """What each batcher has done so far."""
+    """Statistics of each batcher."""
     return {batcher.name: asdict(batcher.stats) for batcher in batchers}

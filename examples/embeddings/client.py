@@ -12,7 +12,7 @@ from typing import Self
 
 
 class Connection:
-    """One connection, kept open; an async context manager.
+    """A keep-alive connection; an async context manager.
 
     Args:
         host: Where the server listens.

@@ -73,7 +73,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the server ended: its exit status and the last lines it wrote."""
+    """Exit status of the server and its last lines of output."""
 
     status: int | None
     log: list[str]
@@ -88,7 +88,7 @@ class Ending:
 
 @dataclass
 class Round:
-    """What came of sending the sentences to one endpoint once."""
+    """Result of sending the sentences to an endpoint once."""
 
     number: int
     name: str

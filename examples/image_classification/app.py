@@ -72,7 +72,7 @@ async def read_input(request: Request) -> Any:
 
 
 def describe_body(*kinds: str) -> dict[str, Any]:
-    """What OpenAPI shows of a body that FastAPI does not read."""
+    """OpenAPI description of a body that FastAPI does not read."""
     content = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -107,5 +107,5 @@ async def classify_array(
 
 @app.get("/stats")
 async def stats() -> dict[str, dict[str, Any]]:
-    """What the batcher has done so far."""
+    """Statistics of the batcher."""
     return {batcher.name: asdict(batcher.stats)}

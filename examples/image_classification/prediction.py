@@ -1,4 +1,4 @@
-"""What the app and its model tell each other. Imported on both sides, so it needs nothing heavy."""
+"""Messages between the app and its model. Both sides import this module, so it imports little."""
 
 from dataclasses import dataclass
 

@@ -68,7 +68,7 @@ class Bottleneck(nn.Module):
 
 
 def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Sequential | None:
-    """What brings the input to the output's shape; None where it has it already."""
+    """Projection of the input to the output's shape; None if the shapes are equal."""
     if stride == 1 and channels_in == channels_out:
         return None
     return nn.Sequential(

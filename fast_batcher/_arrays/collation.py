@@ -77,13 +77,13 @@ class Collation:
         """Join rows of equal shapes and dtypes along a new axis.
 
         Args:
-            batch_dim: Where the batch axis is, in what the model gets and in what it returns; one
+            batch_dim: Positions of the batch axis in the model's inputs and in its outputs; one
                 number for both. Negative numbers count from the last axis of the batch.
-            unequal: What happens to rows that differ in structure, dtype, device or shape. "error":
+            unequal: Treatment of rows that differ in structure, dtype, device or shape. "error":
                 rows that differ from more than half of their batch fail with `CollationError`; if
                 no half agrees, the whole batch fails. "group": the model is called once for each
-                kind. Nothing is ever cast or cut to make it fit.
-            outputs: How a list or tuple from the model is read. "rows": one entry for each row.
+                kind. Rows are never cast or cut.
+            outputs: Meaning of a list or tuple from the model. "rows": one entry for each row.
                 "several": several outputs, each of which has a batch axis. "auto": rows if its
                 entries cannot have a batch axis, else an error, because the reading must not
                 depend on the size of the batch. Any other output has one reading only.
@@ -121,7 +121,7 @@ class Collation:
     ) -> "Collation":
         """Fill rows up to the longest of their batch, then join them as `stack` does.
 
-        Rows keep their dtype. They have to be equal in everything but the lengths of padded axes.
+        Rows keep their dtype. Only the lengths of padded axes may differ.
 
         Args:
             value: Number that fills up every feature without an entry in `values`. It has to fit
@@ -129,16 +129,16 @@ class Collation:
                 features in `values` are padded.
             values: Numbers by the name of the feature.
             side: The end of the axis at which the filling goes.
-            sides: The same by the name of the feature.
+            sides: Ends of the axis by the name of the feature.
             dims: The padded axes of a row, without the batch axis; a feature may lack some.
             mask: Name under which every row, which has to be a mapping, gets an int64 mask: 1 where
                 the data is, 0 where the filling is. Its axes are the padded ones.
             mask_of: The feature that the mask describes. Not needed where all padded features of a
                 row have the same lengths.
-            batch_dim: See `stack`, as for the other arguments.
-            unequal: See there.
-            outputs: See there.
-            allowed_batch_sizes: See there.
+            batch_dim: See `stack`.
+            unequal: See `stack`.
+            outputs: See `stack`.
+            allowed_batch_sizes: See `stack`.
 
         Raises:
             ConfigurationError: An argument is wrong.

@@ -430,7 +430,7 @@ def join_apart(rows: Sequence[Row], collation: Collation) -> Any:
 
 
 def _join_leaves(first: Row, leaves: Sequence[list[Any]], collation: Collation) -> Any:
-    # What numbers become: tensors if the row has tensors and no arrays, else arrays.
+    # Kind of joined numbers: tensors if the row has tensors and no arrays, else arrays.
     by_kind = {spec.kind: spec for spec in reversed(first.specs)}
     like = by_kind.get("array") or by_kind.get("tensor", NONE)
     columns = zip(*leaves, strict=True)

@@ -10,9 +10,9 @@ Level = Literal["good", "warning", "bad"]
 class Check:
     """A line of the report."""
 
-    # What was looked at, in a few words.
+    # Subject of the check, in a few words.
     name: str
     level: Level
-    # What was found, and what to do about it; the remedy is empty if all is well.
+    # Result, and its remedy; the remedy is empty if all is well.
     text: str
     remedy: str = ""

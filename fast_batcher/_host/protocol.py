@@ -127,7 +127,7 @@ class HostState(NamedTuple):
     # after all restarts were spent. Both None otherwise.
     start_error: tuple[bytes, str] | None = None
     given_up: tuple[str, float] | None = None
-    # What workers that have no place in a cluster yet wait for; "" for nothing.
+    # Missing resources of workers without a place in a cluster; "" if none are missing.
     waits_for: str = ""
 
 

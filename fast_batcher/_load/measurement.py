@@ -128,7 +128,7 @@ class LoadMeasurement:
     case: Case
     repetition: int
     figures: dict[str, float]
-    # What came instead of a good answer, with its count.
+    # Failures by kind, with their counts.
     lost: dict[str, int] = field(default_factory=dict)
     # Status and body of the first answer that was an error; empty without one.
     first_error: str = ""

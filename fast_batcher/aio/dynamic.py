@@ -110,8 +110,8 @@ def dynamically(
             `priority_strategy` is not `NONE`.
         **options: The keyword arguments below.
         max_batch_length: See `fast_batcher.dynamically`.
-        max_queue_size: See there.
-        isolate_errors: See there.
+        max_queue_size: See `fast_batcher.dynamically`.
+        isolate_errors: See `fast_batcher.dynamically`.
         priority_strategy: Order of waiting items when they exceed a batch;
             `PriorityStrategy.NONE` by default.
         cache: Cache in which outputs are looked up before they are computed; none by default. An

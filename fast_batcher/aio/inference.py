@@ -87,8 +87,8 @@ def dynamically(
             `priority_strategy` says so.
         **options: The keyword arguments below, and those of `fast_batcher.inference.dynamically`.
         priority_strategy: See `fast_batcher.aio.dynamically`.
-        cache: See there; the key of an output is the dict of its row's features.
-        batch_item_cls: See there.
+        cache: See `fast_batcher.aio.dynamically`; the key is the dict of a row's features.
+        batch_item_cls: See `fast_batcher.aio.dynamically`.
 
     Raises:
         ConfigurationError: An option is wrong, or this cannot be decorated.

@@ -118,10 +118,10 @@ def health_router(
         prefix: Prefix of the paths.
         include_in_schema: Whether OpenAPI shows the routes.
         broken_timeout: Seconds for which a batcher must be continuously broken until `/livez`
-            answers 503, so that the supervisor restarts the server; None for never. They count from
-            a failed start, which is not retried, or from the moment at which the workers had spent
-            their restarts. A worker is then tried again every `restart_window` seconds: give more
-            seconds than that window and the loading of the model take.
+            answers 503, so that the supervisor restarts the server; None for never. The time
+            starts at a failed start, which is not retried, or when the workers have used up their
+            restarts. The batcher then starts a worker every `restart_window` seconds. Choose more
+            than this window plus the load time of the model.
     """
     if not batchers:
         raise ConfigurationError("health_router: give the batchers that must be ready")

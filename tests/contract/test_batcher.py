@@ -107,7 +107,7 @@ async def test_settings_change_while_it_runs(gate: Gate) -> None:
         assert await asyncio.gather(*calls) == ["running", *range(8)]
 
 
-async def test_one_wrong_setting_changes_none() -> None:
+async def test_invalid_setting_changes_no_setting() -> None:
     wrong: list[dict[str, Any]] = [
         {"max_batch_size": 0},
         {"max_batch_size": 8, "max_latency": -1.0},
@@ -124,7 +124,7 @@ async def test_one_wrong_setting_changes_none() -> None:
             assert await asyncio.gather(*calls) == [4] * 8
 
 
-async def test_without_batching_each_request_is_sent_alone(gate: Gate) -> None:
+async def test_disabled_batching_sends_each_request_alone(gate: Gate) -> None:
     options: dict[str, Any] = {"enabled": False, "policy": "fixed", "max_delay": 60.0}
     async with DynBatcher(BatchSize, 4, **options) as batcher:
         assert await batcher.process_many(range(9)) == [1] * 9
@@ -172,7 +172,7 @@ async def test_each_caller_gets_its_own_answer() -> None:
         assert assert_balance(batcher).completed == 1000
 
 
-async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
+async def test_exception_as_output_fails_that_request_alone() -> None:
     """Fault F28."""
     async with DynBatcher(FailsPositions) as batcher:
         calls = [call(batcher, text) for text in ("one", "bad", "two")]
@@ -184,7 +184,7 @@ async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
         assert (stats.completed, stats.failed) == (2, 1)
 
 
-async def test_a_wrong_timeout_is_refused_and_nothing_is_queued() -> None:
+async def test_invalid_timeout_is_rejected_unqueued() -> None:
     async with DynBatcher(Echo) as batcher:
         for timeout in [0, -1, math.nan, "1", True, [1]]:
             wrong: Any = {"timeout": timeout}
@@ -244,7 +244,7 @@ ways_to_cancel = pytest.mark.parametrize("start", [task_cancel, cancel_scope, ta
 @both_loops
 @ways_to_cancel
 @pytest.mark.parametrize("victims", [{1}, {0, 2}, {0, 1, 2}], ids=str)
-async def test_requests_of_a_running_batch_are_cancelled_and_all_others_get_their_own_answers(
+async def test_cancelled_requests_affect_no_others_of_batch(
     gate: Gate, start: Cancellable, victims: set[int]
 ) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
@@ -271,7 +271,7 @@ async def test_requests_of_a_running_batch_are_cancelled_and_all_others_get_thei
 
 @ways_to_cancel
 @pytest.mark.parametrize("victims", [{0, 2}, {0, 1, 2, 3}], ids=str)
-async def test_a_waiting_request_that_is_cancelled_is_never_computed(
+async def test_cancelled_waiting_request_is_not_computed(
     gate: Gate, start: Cancellable, victims: set[int]
 ) -> None:
     others = sorted({0, 1, 2, 3} - victims)
@@ -318,7 +318,7 @@ async def test_cancelled_batch_behind_another_is_not_computed(
         assert (stats.completed, stats.cancelled) == (2, 1)
 
 
-async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate) -> None:
+async def test_answer_and_cancellation_in_the_same_turn(gate: Gate) -> None:
     """The caller is cancelled after its future was settled, before it could look."""
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         calls = [call(batcher, number) for number in range(2)]
@@ -360,7 +360,7 @@ async def test_a_storm_of_cancellations_harms_no_other_call() -> None:
 
 
 @both_loops
-async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call_is_right(
+async def test_result_of_expired_request_is_dropped(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F36; and its short timeout does not make the worker not ready."""
@@ -384,7 +384,7 @@ async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call
         assert (stats.expired, stats.completed) == (1, 2)
 
 
-async def test_a_worker_that_computes_longer_than_the_timeout_is_not_ready_until_it_answers(
+async def test_overdue_worker_is_not_ready_until_it_answers(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
@@ -420,7 +420,7 @@ async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
 
 
 @both_loops
-async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
+async def test_infer_timeout_replaces_worker_and_keeps_queue(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F20."""
@@ -459,7 +459,7 @@ async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None
 # --- the queue's limit ----------------------------------------------------------------------------
 
 
-async def test_a_full_queue_refuses_at_once_and_has_room_again_later(gate: Gate) -> None:
+async def test_full_queue_rejects_until_there_is_room(gate: Gate) -> None:
     """Fault F62."""
     async with DynBatcher(Holds, model_args=(gate.path,), max_queue_size=3) as batcher:
         (first,), visit = await begin(batcher, gate, "hold")
@@ -490,7 +490,7 @@ class Weighed:
         return str, ("an input",)
 
 
-async def test_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None:
+async def test_full_byte_queue_rejects_at_once(gate: Gate) -> None:
     """Fault F62."""
     settings: dict[str, Any] = {"max_queue_bytes": 1000, "max_queue_size": 2}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
@@ -527,7 +527,7 @@ async def test_many_wait_for_room_in_bytes_as_well() -> None:
 # --- many -----------------------------------------------------------------------------------------
 
 
-async def test_many_come_back_in_order_and_nothing_is_an_empty_list() -> None:
+async def test_process_many_keeps_order() -> None:
     """Fault F70; the queue has room for less than a call has in flight."""
     async with DynBatcher(Echo, 4, max_queue_size=2) as batcher:
         assert await batcher.process_many([]) == []
@@ -561,7 +561,7 @@ class Body(BaseModel):
     ["abc", b"abc", bytearray(3), memoryview(b"abc"), {"a": 1}, Frame(2), Point(1, 2), Body()],
     ids=lambda value: type(value).__name__,
 )
-async def test_one_value_is_not_many_inputs(value: Any) -> None:
+async def test_process_many_rejects_a_single_value(value: Any) -> None:
     """Fault F71."""
     batcher: DynBatcher[Any, Any] = DynBatcher(Both)
     for process_many in (batcher.process_many, batcher.methods.text.process_many):
@@ -570,7 +570,7 @@ async def test_one_value_is_not_many_inputs(value: Any) -> None:
     await batcher.aclose()
 
 
-async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -> None:
+async def test_process_many_with_default_timeout_is_not_rejected() -> None:
     async with DynBatcher(Slow, 1, model_args=(0.02,), timeout=SOON) as batcher:
         await batcher.process_many(range(4), timeout=LIMIT)
         calls = [call(batcher, number, timeout=LIMIT) for number in range(100)]
@@ -602,7 +602,7 @@ async def test_many_are_cancelled_together(gate: Gate) -> None:
         assert (stats.completed, stats.cancelled) == (1, stats.submitted - 1)
 
 
-async def test_the_first_error_of_many_is_raised_and_the_others_are_abandoned() -> None:
+async def test_first_error_of_many_cancels_the_others() -> None:
     async with DynBatcher(FailsPositions, 2) as batcher:
         with pytest.raises(ValueError, match="this one is bad"):
             await batcher.process_many(["one", "two", "three", "bad", "bad", *"x" * 50])
@@ -620,7 +620,7 @@ class Bad(str):
         return str, ("bad",)
 
 
-async def test_a_call_that_fails_keeps_its_input_no_longer_than_its_error() -> None:
+async def test_failed_call_releases_its_input() -> None:
     async with DynBatcher(FailsPositions) as batcher:
         gc.disable()
         try:
@@ -699,7 +699,7 @@ async def test_a_submitted_request_is_cancelled_from_its_thread(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_a_submitted_request_is_cancelled_while_its_answer_is_read(
+async def test_submitted_request_is_cancelled_during_its_answer(
     others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with DynBatcher(Echo) as batcher:
@@ -713,9 +713,7 @@ async def test_a_submitted_request_is_cancelled_while_its_answer_is_read(
         assert (stats.completed, stats.cancelled, stats.restarts) == (1 + others, 1, 0)
 
 
-def test_when_the_loop_has_closed_what_was_submitted_fails_at_the_stop_and_no_more_is_taken() -> (
-    None
-):
+def test_stop_after_closed_loop_fails_submitted_calls() -> None:
     loop = asyncio.new_event_loop()
     batcher = DynBatcher(Echo)
     loop.run_until_complete(batcher.open())
@@ -733,7 +731,7 @@ def test_when_the_loop_has_closed_what_was_submitted_fails_at_the_stop_and_no_mo
 
 
 @pytest.mark.parametrize("end", ["stop", "aclose"])
-async def test_constructing_without_a_loop_starts_nothing_and_the_end_is_the_end(end: str) -> None:
+async def test_construction_starts_nothing(end: str) -> None:
     """Fault F50."""
     process = psutil.Process()
 
@@ -756,7 +754,7 @@ async def test_constructing_without_a_loop_starts_nothing_and_the_end_is_the_end
     assert process.children() == children
 
 
-async def test_without_auto_open_a_call_says_what_to_do() -> None:
+async def test_call_without_auto_open_names_the_remedy() -> None:
     pytest.importorskip("fastapi")  # with it, the message has the remedy of an app
     batcher = DynBatcher(Echo, auto_open=False)
     await asyncio.sleep(0)
@@ -778,7 +776,7 @@ async def test_without_auto_open_a_call_says_what_to_do() -> None:
         batcher.submit(3)
 
 
-async def test_the_first_call_opens_a_batcher_and_opening_it_twice_is_opening_once() -> None:
+async def test_first_call_opens_the_batcher_once() -> None:
     batcher = await asyncio.to_thread(DynBatcher, Whereabouts)
     assert batcher.state == "new"
     pid = await batcher.process_batched(None)
@@ -818,7 +816,7 @@ async def test_a_closed_batcher_can_be_opened_again() -> None:
 
 
 @both_loops
-async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_before(
+async def test_earlier_close_does_not_close_reopened_batcher(
     gate: Gate,
 ) -> None:
     batcher = DynBatcher(Holds, model_args=(gate.path,), stop_timeout=SOON)
@@ -837,7 +835,7 @@ async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_befo
 
 @both_loops
 @pytest.mark.parametrize("end", ["stop", "aclose"])
-async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, end: str) -> None:
+async def test_open_fails_if_batcher_is_closed_meanwhile(gate: Gate, end: str) -> None:
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), stop_timeout=SOON)
     opening = asyncio.create_task(batcher.open())
     visit = await gate.visit()
@@ -855,9 +853,7 @@ async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, e
 
 @both_loops
 @pytest.mark.parametrize("way", ["aclose", "begin_drain"])
-async def test_the_end_refuses_new_calls_and_finishes_what_has_been_accepted(
-    gate: Gate, way: str
-) -> None:
+async def test_closing_finishes_accepted_and_rejects_new_calls(gate: Gate, way: str) -> None:
     batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
     await batcher.open()
     accepted, visit = await begin(batcher, gate, *range(7))
@@ -883,7 +879,7 @@ async def test_the_end_refuses_new_calls_and_finishes_what_has_been_accepted(
 
 @both_loops
 @pytest.mark.parametrize("count", [1, 3], ids=["in the turn of aclose", "before"])
-async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy(count: int) -> None:
+async def test_draining_skips_the_fixed_window(count: int) -> None:
     """Calls of the turn in which `aclose` is called are finished, too."""
     batcher = DynBatcher(Echo, policy="fixed", max_delay=2 * LIMIT, timeout=None)
     await batcher.open()
@@ -897,7 +893,7 @@ async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy(count: 
 
 
 @both_loops
-async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> None:
+async def test_requests_unfinished_after_drain_timeout_fail(gate: Gate) -> None:
     batcher = DynBatcher(
         Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=SOON, stop_timeout=SOON
     )
@@ -914,7 +910,7 @@ async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> No
     assert assert_balance(batcher).failed == 5
 
 
-async def test_a_call_after_the_end_is_refused_at_once() -> None:
+async def test_call_after_close_is_rejected() -> None:
     """Fault F50; it may end by an exception in the body."""
     with pytest.raises(ZeroDivisionError):
         async with DynBatcher(Echo, name="closed one") as batcher:
@@ -962,9 +958,7 @@ async def test_a_cancelled_aclose_kills_the_workers_at_once(gate: Gate, while_it
 @both_loops
 @pytest.mark.parametrize("how", ["plainly", "ignoring SIGTERM"])
 @pytest.mark.parametrize("thread", ["this thread", "another thread"])
-async def test_stop_fails_what_is_running_and_waiting_and_ends_the_worker(
-    gate: Gate, how: str, thread: str
-) -> None:
+async def test_stop_fails_running_and_waiting_requests(gate: Gate, how: str, thread: str) -> None:
     batcher = DynBatcher(Stuck, model_args=(gate.path, how), stop_timeout=SOON)
     await batcher.open()
     accepted, visit = await begin(batcher, gate, 0, 1)
@@ -992,7 +986,7 @@ async def test_stop_fails_what_is_running_and_waiting_and_ends_the_worker(
 
 
 @both_loops
-async def test_stop_may_be_called_by_the_callback_of_an_answer(gate: Gate) -> None:
+async def test_stop_works_in_callback_of_an_answer(gate: Gate) -> None:
     """In the middle of settling a batch: the others of it have their answers all the same."""
     batcher = DynBatcher(Holds, 3, model_args=(gate.path,), stop_timeout=SOON)
     await batcher.open()
@@ -1011,7 +1005,7 @@ async def test_stop_may_be_called_by_the_callback_of_an_answer(gate: Gate) -> No
 
 
 @pytest.mark.parametrize(("end", "answered"), [("stop", 0), ("aclose", 0), ("aclose", 3)])
-async def test_the_end_lets_the_model_close_and_may_be_called_again(
+async def test_closing_closes_the_model_and_is_repeatable(
     tmp_path: Path, end: str, answered: int
 ) -> None:
     """Fault F50."""
@@ -1032,9 +1026,7 @@ async def test_the_end_lets_the_model_close_and_may_be_called_again(
 
 
 @pytest.mark.parametrize("waits", [True, False])
-async def test_a_lifespan_opens_and_closes_and_need_not_wait_for_the_model(
-    gate: Gate, waits: bool
-) -> None:
+async def test_lifespan_opens_and_closes_the_batcher(gate: Gate, waits: bool) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
     if waits:
         gate.close()
@@ -1051,7 +1043,7 @@ async def test_a_lifespan_opens_and_closes_and_need_not_wait_for_the_model(
 
 
 @both_loops
-async def test_the_workers_of_a_failed_start_are_gone_and_every_call_tells_why() -> None:
+async def test_failed_start_leaves_no_worker() -> None:
     before = psutil.Process().children()
     batcher = DynBatcher(RaisesOnLoad, num_workers=2)
     early = call(batcher, "early")
@@ -1093,7 +1085,7 @@ async def test_repr_is_a_status_line(gate: Gate) -> None:
     assert repr(batcher) == end
 
 
-async def test_every_move_of_its_life_is_one_line_in_the_log(
+async def test_each_state_change_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="fast_batcher"):

@@ -83,7 +83,7 @@ async def until_not_ready(batcher: DynBatcher[Any, Any]) -> None:
 
 
 @both_loops
-async def test_a_worker_killed_in_a_batch_fails_that_batch_and_is_replaced(gate: Gate) -> None:
+async def test_killed_worker_fails_its_batch_and_is_replaced(gate: Gate) -> None:
     """Fault F02."""
     async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
         calls = [call(batcher, value) for value in ("hold", 1, 2)]
@@ -105,7 +105,7 @@ async def test_a_worker_killed_in_a_batch_fails_that_batch_and_is_replaced(gate:
 
 
 @both_loops
-async def test_a_killed_worker_is_noticed_although_its_child_lives_on(gate: Gate) -> None:
+async def test_death_of_worker_with_child_is_noticed(gate: Gate) -> None:
     """Fault F02: its child has inherited pipe and sentinel, so neither tells of the death."""
     async with DynBatcher(Forks, model_args=(gate.path,), idempotent=False) as batcher:
         running = call(batcher, None)
@@ -131,7 +131,7 @@ async def test_a_killed_worker_is_noticed_although_its_child_lives_on(gate: Gate
 
 @both_loops
 @pytest.mark.parametrize("num_workers", [1, 2])
-async def test_idle_workers_are_killed_and_replaced_and_no_request_fails(num_workers: int) -> None:
+async def test_killed_idle_workers_fail_no_request(num_workers: int) -> None:
     """Faults F01 and F10."""
     async with DynBatcher(Whereabouts, num_workers=num_workers) as batcher:
         pids: set[int] = set()
@@ -152,9 +152,7 @@ async def test_idle_workers_are_killed_and_replaced_and_no_request_fails(num_wor
 
 @both_loops
 @pytest.mark.parametrize("then", [signal.SIGKILL, signal.SIGCONT], ids=lambda then: then.name)
-async def test_a_large_batch_that_is_not_read_blocks_no_loop_and_is_not_lost(
-    gate: Gate, then: signal.Signals
-) -> None:
+async def test_unread_large_batch_does_not_block_loop(gate: Gate, then: signal.Signals) -> None:
     """Fault F03: 50 MB are on their way to a stopped worker, so its full pipe is not read."""
     async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
@@ -188,7 +186,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
 
 @both_loops
 @pytest.mark.parametrize("what", NONSENSE)
-async def test_a_worker_that_breaks_the_protocol_is_replaced(
+async def test_worker_breaking_the_protocol_is_replaced(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Faults F37 and F38."""
@@ -243,7 +241,7 @@ def text_of(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-async def test_what_the_model_raises_reaches_the_callers_of_the_batch(
+async def test_model_error_reaches_callers_of_the_batch(
     raising: DynBatcher[Any, Any], name: str
 ) -> None:
     """Fault F26."""
@@ -328,7 +326,7 @@ async def test_inputs_that_cannot_be_pickled_fail_alone() -> None:
 # --- large messages -------------------------------------------------------------------------------
 
 
-async def test_a_value_just_below_the_limit_passes_and_just_above_fails() -> None:
+async def test_max_frame_bytes_is_exact() -> None:
     """Around the limit there is no size that is neither refused nor answered."""
     async with DynBatcher(Echo, max_frame_bytes=MEBI) as batcher:
         outcomes = []
@@ -348,7 +346,7 @@ async def test_a_value_just_below_the_limit_passes_and_just_above_fails() -> Non
         assert assert_balance(batcher).restarts == 0
 
 
-async def test_a_model_that_prints_a_lot_is_not_held_up() -> None:
+async def test_printing_model_is_not_delayed() -> None:
     """Fault F30."""
     async with DynBatcher(Noisy) as batcher:
         assert await batcher.process_batched(2000) == 2000
@@ -402,7 +400,7 @@ BROKEN: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-async def test_a_model_that_does_not_load_is_a_start_error_that_tells_why(
+async def test_failed_load_is_a_startup_error_with_cause(
     name: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Fault F12; and no value of an argument is shown anywhere."""
@@ -417,7 +415,7 @@ async def test_a_model_that_does_not_load_is_a_start_error_that_tells_why(
 
 
 @both_loops
-async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gate) -> None:
+async def test_start_timeout_ends_a_hanging_constructor(gate: Gate) -> None:
     """Fault F13."""
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
     early = call(batcher, "early")
@@ -435,7 +433,7 @@ async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gat
 
 
 @both_loops
-async def test_a_replacement_that_fails_to_load_is_tried_again(
+async def test_failed_replacement_is_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with DynBatcher(LoadsAgain, model_args=(str(tmp_path / "attempts"),)) as batcher:
@@ -454,7 +452,7 @@ async def test_a_replacement_that_fails_to_load_is_tried_again(
 
 @both_loops
 @pytest.mark.parametrize("ignores", [False, True])
-async def test_what_a_worker_finds_in_its_process(ignores: bool) -> None:
+async def test_worker_process_environment(ignores: bool) -> None:
     """Also if its parent ignores signals."""
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if ignores else before)
@@ -517,7 +515,7 @@ def run(new_loop: NewLoop) -> Run:
     return run
 
 
-def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(run: Run) -> None:
+def test_batcher_moves_to_another_loop_after_close(run: Run) -> None:
     """Fault F47."""
     batcher = DynBatcher(Whereabouts)
     assert len({run(batcher.process_batched(None)) for _ in range(3)}) == 1
@@ -525,9 +523,7 @@ def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(run: Run) -
     assert assert_balance(batcher).completed == 3
 
 
-def test_requests_of_a_closed_loop_are_forgotten_and_their_answers_dropped(
-    run: Run, gate: Gate
-) -> None:
+def test_requests_of_closed_loop_are_dropped(run: Run, gate: Gate) -> None:
     batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
     tasks: list[asyncio.Task[Any]] = []
 
@@ -559,7 +555,7 @@ def abandon(tasks: "list[asyncio.Task[Any]]") -> None:
         task.get_coro().close()
 
 
-def test_a_loop_that_lives_is_not_left_for_another_of_any_thread(new_loop: NewLoop) -> None:
+def test_live_loop_keeps_the_batcher(new_loop: NewLoop) -> None:
     """Fault F48."""
     batcher = DynBatcher(Echo)
     first, second = new_loop(), new_loop()
@@ -570,7 +566,7 @@ def test_a_loop_that_lives_is_not_left_for_another_of_any_thread(new_loop: NewLo
         lambda: batcher.open(),
         lambda: batcher.aclose(),
     ):
-        with pytest.raises(RuntimeError, match="another event loop than the one that serves it"):
+        with pytest.raises(RuntimeError, match="another event loop than the batcher's"):
             second.run_until_complete(use())
 
     async def use_from_thread() -> None:
@@ -590,7 +586,7 @@ def test_a_loop_that_lives_is_not_left_for_another_of_any_thread(new_loop: NewLo
 
 
 @pytest.mark.parametrize("loads", [True, False], ids=["while it loads", "while it is started"])
-def test_the_loop_is_closed_before_the_worker_is_ready(run: Run, gate: Gate, loads: bool) -> None:
+def test_loop_closes_before_worker_is_ready(run: Run, gate: Gate, loads: bool) -> None:
     """The starter thread tells a loop that never turns again, or is closed."""
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
 
@@ -651,7 +647,7 @@ def test_no_worker_outlives_its_parent(program: Start, gate: Gate, state: str) -
         (True, "idle", True),
     ],
 )
-def test_a_program_that_forgets_to_stop_ends(
+def test_program_without_stop_exits(
     program: Start, gate: Gate, keeps: bool, state: str, fails: bool
 ) -> None:
     """Whether anything still refers to the batchers when the interpreter ends, or not."""
@@ -695,9 +691,7 @@ def test_a_program_that_forgets_to_stop_ends(
 
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
-    program: Start, kind: str
-) -> None:
+def test_program_with_daemon_loop_exits_silently(program: Start, kind: str) -> None:
     """The thread runs on while the interpreter ends, and its loop sees the workers die."""
     running = program(
         f"""
@@ -738,7 +732,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         assert workers.survivors(0.0) == []
 
 
-def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start) -> None:
+def test_missing_main_guard_is_named(program: Start) -> None:
     running = program(
         """
         async def main():
@@ -780,7 +774,7 @@ def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
     assert running.finish() == (0, "")
 
 
-def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, gate: Gate) -> None:
+def test_ctrl_c_during_start_shows_one_traceback(program: Start, gate: Gate) -> None:
     running = program(
         f"""
         async def main():
@@ -815,7 +809,7 @@ forks_and_exits = pytest.mark.skipif(
         pytest.param("exit", marks=forks_and_exits),
     ],
 )
-def test_a_forked_copy_is_refused_and_harms_no_call_of_its_parent(program: Start, use: str) -> None:
+def test_forked_copy_is_rejected(program: Start, use: str) -> None:
     """Fault F49."""
     running = program(
         f"""
@@ -859,9 +853,7 @@ def test_a_forked_copy_is_refused_and_harms_no_call_of_its_parent(program: Start
 
 @forks_and_exits
 @pytest.mark.parametrize("end", ["stop", "exit"])
-def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
-    program: Start, end: str
-) -> None:
+def test_forked_child_does_not_keep_workers_alive(program: Start, end: str) -> None:
     """Its copies of the pipes would keep the workers from reading an end of file."""
     running = program(
         f"""
@@ -887,7 +879,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
     assert running.finish() == (0, "")
 
 
-def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
+def test_failed_fork_is_a_startup_error_without_leaks(program: Start) -> None:
     """Fault F52: with one more file descriptor each time, the start fails at the next step."""
     running = program(
         """
@@ -931,7 +923,7 @@ def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program:
     assert running.finish() == (0, "")
 
 
-def test_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) -> None:
+def test_suspended_process_group_loses_no_worker(program: Start) -> None:
     """Fault F55: its requests have expired, and its silence does not count as death."""
     running = program(
         """

@@ -83,14 +83,12 @@ class AsyncMemory:
         ({"pixels": np.zeros(9)}, {"pixels": np.ones(9)}, False),
     ],
 )
-def test_a_key_tells_inputs_apart_that_a_model_can_tell_apart(
-    one: Any, other: Any, *, is_equal: bool
-) -> None:
+def test_different_inputs_have_different_keys(one: Any, other: Any, *, is_equal: bool) -> None:
     assert (hash_input(one) == hash_input(other)) is is_equal
 
 
 @pytest.mark.slow
-def test_a_key_is_the_same_in_every_process_and_knows_tensors() -> None:
+def test_key_is_equal_in_every_process() -> None:
     torch = pytest.importorskip("torch")
     done = run_program(
         "from fast_batcher.caching import hash_input; print(hash_input({'a': ['text', 1.5, None]}))"
@@ -104,7 +102,7 @@ def test_a_key_is_the_same_in_every_process_and_knows_tensors() -> None:
 # The cache that comes with the library.
 
 
-def test_the_least_recently_used_output_is_dropped_and_old_ones_are() -> None:
+def test_cache_evicts_least_recently_used_and_expired_outputs() -> None:
     cache = LRUCache(2)
     cache.set(1, "one")
     cache.set(2, "two")
@@ -159,7 +157,7 @@ def test_a_cache_of_no_size_is_refused(arguments: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: LRUCache(100), AsyncMemory])
-async def test_an_output_is_computed_once_and_each_caller_gets_its_own(make: Any) -> None:
+async def test_each_caller_gets_its_own_cached_output(make: Any) -> None:
     async with DynBatcher(Slow, model_args=(0.0,), cache=make()) as batcher:
         first, second = await asyncio.gather(*[call(batcher, [1, [2]]) for _ in range(2)])
         assert first == second == [1, [2]]
@@ -181,7 +179,7 @@ async def test_an_output_is_computed_once_and_each_caller_gets_its_own(make: Any
 
 
 @pytest.mark.slow
-async def test_of_a_hundred_equal_inputs_ninety_nine_may_leave(gate: Gate) -> None:
+async def test_equal_inputs_survive_cancelled_callers(gate: Gate) -> None:
     cache = LRUCache(1)
     async with DynBatcher(Holds, model_args=(gate.path,), cache=cache) as batcher:
         calls = [call(batcher, "hold") for _ in range(100)]
@@ -206,7 +204,7 @@ async def test_of_a_hundred_equal_inputs_ninety_nine_may_leave(gate: Gate) -> No
 
 
 @pytest.mark.slow
-async def test_a_caller_that_joins_has_its_own_deadline(gate: Gate) -> None:
+async def test_joined_caller_has_its_own_deadline(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), cache=LRUCache(1)) as batcher:
         brief = call(batcher, "hold", timeout=0.2)
         visit = await gate.visit()
@@ -222,7 +220,7 @@ async def test_a_caller_that_joins_has_its_own_deadline(gate: Gate) -> None:
 
 
 @pytest.mark.slow
-async def test_an_error_is_not_cached_and_each_caller_has_its_own() -> None:
+async def test_error_is_not_cached() -> None:
     async with DynBatcher(Raises, cache=LRUCache(9)) as batcher:
         errors = await asyncio.gather(
             *[call(batcher, "os") for _ in range(3)], return_exceptions=True
@@ -235,7 +233,7 @@ async def test_an_error_is_not_cached_and_each_caller_has_its_own() -> None:
 
 
 @pytest.mark.slow
-async def test_a_key_of_ones_own_and_inputs_without_a_key() -> None:
+async def test_custom_keys_and_inputs_without_key() -> None:
     def key(value: Any) -> Any:
         return value["id"]
 
@@ -261,7 +259,7 @@ async def test_many_inputs_wait_for_room_in_the_queue() -> None:
 
 
 @pytest.mark.slow
-async def test_an_input_of_a_caller_that_left_may_be_changed(gate: Gate) -> None:
+async def test_input_of_cancelled_caller_may_change(gate: Gate) -> None:
     async with DynBatcher(Holds, 1, model_args=(gate.path,), cache=LRUCache(9)) as batcher:
         running = call(batcher, "hold")
         visit = await gate.visit()
@@ -342,7 +340,7 @@ async def test_look_ups_are_limited_and_counted() -> None:
 
 
 @pytest.mark.slow
-async def test_a_caller_leaves_in_the_turn_in_which_its_request_finds_no_room(gate: Gate) -> None:
+async def test_caller_cancels_in_turn_of_rejection(gate: Gate) -> None:
     options: dict[str, Any] = {"cache": LRUCache(9), "max_queue_size": 1}
     async with DynBatcher(Holds, 1, model_args=(gate.path,), **options) as batcher:
         running = call(batcher, "hold")
@@ -452,7 +450,7 @@ async def test_outputs_of_other_weights_are_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_outputs_of_other_weights_are_not_found_after_a_close() -> None:
+async def test_reopening_drops_outputs_of_old_weights() -> None:
     batcher = DynBatcher(Versioned, model_args=("one",), cache=LRUCache(9))
     async with batcher:
         assert (await batcher.process_batched("same"))[0] == "one"
@@ -462,7 +460,7 @@ async def test_outputs_of_other_weights_are_not_found_after_a_close() -> None:
 
 
 @pytest.mark.slow
-async def test_what_was_in_flight_when_a_reload_began_is_not_cached(gate: Gate) -> None:
+async def test_output_in_flight_at_reload_is_not_cached(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), cache=LRUCache(9)) as batcher:
         running = call(batcher, "hold")
         visit = await gate.visit()
@@ -477,7 +475,7 @@ async def test_what_was_in_flight_when_a_reload_began_is_not_cached(gate: Gate) 
 
 
 @pytest.mark.slow
-def test_another_loop_takes_over_and_each_process_of_a_server_has_its_cache() -> None:
+def test_each_process_has_its_own_cache() -> None:
     program = (
         "import asyncio\n"
         "from fast_batcher import DynBatcher\n"

@@ -28,7 +28,7 @@ class Value:
     """A value of a context variable; a weak reference tells whether a context still has it."""
 
 
-async def test_functions_and_log_records_see_their_own_caller_or_none(
+async def test_functions_see_context_of_their_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[tuple[str, Any, Any]] = []

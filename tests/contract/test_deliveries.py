@@ -45,7 +45,7 @@ class Receivers:
         self.deliveries.add(self.waiting, output, asyncio.get_running_loop())
 
 
-async def test_a_turn_of_the_loop_makes_copies_for_a_slice() -> None:
+async def test_loop_turn_copies_for_a_time_slice() -> None:
     turn = 0
     copies: Counter[int] = Counter()
 
@@ -80,7 +80,7 @@ async def test_a_thread_makes_the_copies_of_large_outputs(make: Any) -> None:
     assert threading.get_ident() not in threads
 
 
-async def test_a_thread_makes_further_copies_of_what_took_long() -> None:
+async def test_slow_copies_move_to_a_thread() -> None:
     threads: list[int] = []
 
     def note() -> None:

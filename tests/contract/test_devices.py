@@ -31,7 +31,7 @@ def no_gpus_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def places(batcher: DynBatcher[Any, Any]) -> list[tuple[Any, ...]]:
-    """What the models found, by index."""
+    """Devices that the models found, by index."""
     found: dict[int, tuple[Any, ...]] = {}
     while len(found) < batcher.stats.num_workers:
         for index, *place in await batcher.process_many([None] * 16):
@@ -41,7 +41,7 @@ async def places(batcher: DynBatcher[Any, Any]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.anyio
 @pytest.mark.slow
-async def test_each_worker_has_its_device_before_the_model_is_made(
+async def test_workers_get_devices_before_model_construction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa, MIG-bb,7")
@@ -86,7 +86,7 @@ def test_workers_of_a_host_have_their_devices() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.slow
-async def test_workers_are_pinned_to_cores_before_the_program_is_imported() -> None:
+async def test_workers_are_pinned_before_imports() -> None:
     devices = [f"cpu:{CORES[-1]}", f"cpu:{CORES[0]}-{CORES[0]}"]
     async with DynBatcher(Placed, max_batch_size=1, devices=devices) as batcher:
         found = await places(batcher)
@@ -96,7 +96,7 @@ async def test_workers_are_pinned_to_cores_before_the_program_is_imported() -> N
 
 @pytest.mark.anyio
 @pytest.mark.slow
-async def test_without_devices_the_environment_is_that_of_the_program() -> None:
+async def test_environment_is_unchanged_without_devices() -> None:
     async with DynBatcher(Placed) as batcher:
         ((_, *place),) = await places(batcher)
     assert place[:3] == ["cpu", None, CORES]
@@ -113,13 +113,11 @@ def test_pinned_workers_of_one_device_share_its_threads() -> None:
     ("visible", "names"),
     [("3", 1), ("GPU-a,MIG-b", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("NoDevFiles", 0)],
 )
-def test_cuda_visible_devices_says_how_many_gpus_there_are(visible: str, names: int) -> None:
+def test_cuda_visible_devices_limits_the_gpus(visible: str, names: int) -> None:
     assert len(find_gpus({"CUDA_VISIBLE_DEVICES": visible})) == names
 
 
-def test_gpus_are_found_by_their_files_and_auto_is_the_cpu_without_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_device_falls_back_to_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, driver = tmp_path / "dev", tmp_path / "gpus"
     assert find_gpus({}, nodes, driver) == []
     (driver / "0000:01:00.0").mkdir(parents=True)
@@ -141,7 +139,7 @@ def test_gpus_are_found_by_their_files_and_auto_is_the_cpu_without_any(
         ("cpu:1-0", "the range of 'cpu:1-0' ends before it begins"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(
+def test_missing_device_is_rejected(
     monkeypatch: pytest.MonkeyPatch, devices: str, message: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")

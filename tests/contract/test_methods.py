@@ -57,7 +57,7 @@ async def test_each_method_has_its_batches_and_its_size(make: Make) -> None:
         assert max(size for _, size, _ in answers) == 2
 
 
-async def test_a_method_that_is_called_rarely_does_not_starve(make: Make) -> None:
+async def test_rarely_called_method_does_not_starve(make: Make) -> None:
     async with make(Both, 2, model_args=(0.002,)) as batcher:
         counts: Counter[str] = Counter()
 
@@ -80,7 +80,7 @@ async def test_a_method_that_is_called_rarely_does_not_starve(make: Make) -> Non
         await asyncio.gather(*floods)
 
 
-async def test_groups_errors_and_cancellation_are_those_of_an_ordinary_batch(make: Make) -> None:
+async def test_methods_have_groups_errors_and_cancellation(make: Make) -> None:
     async with make(Both, 8, group_by=lambda value: str(value)[0]) as batcher:
         image = batcher.methods.image.process_batched
         answers = await asyncio.gather(
@@ -100,7 +100,7 @@ async def test_groups_errors_and_cancellation_are_those_of_an_ordinary_batch(mak
     assert (stats.completed, stats.cancelled) in ((4, 1), (5, 0))
 
 
-async def test_a_marked_infer_keeps_its_size_warm_up_and_collation(make: Make) -> None:
+async def test_marked_infer_keeps_its_options(make: Make) -> None:
     async with make(MarkedInfer, 8) as batcher:
         assert dir(batcher.methods) == ["miscounts"]
         answers = await asyncio.gather(*map(batcher.process_batched, range(4)))
@@ -132,9 +132,7 @@ async def test_a_model_without_infer_names_its_methods(make: Make) -> None:
         assert dir(batcher.methods) == ["double", "name"]
 
 
-async def test_a_worker_that_dies_is_replaced_and_the_method_is_tried_again(
-    make: Make, gate: Gate
-) -> None:
+async def test_method_is_retried_after_worker_death(make: Make, gate: Gate) -> None:
     async with make(Holds, 4, model_args=(gate.path,), restart_backoff=0.01) as batcher:
         # The second large input lies in shared memory, which the dead worker may have changed.
         for value in (np.zeros(1), np.ones(20_000), np.full(20_000, 2.0)):
@@ -145,7 +143,7 @@ async def test_a_worker_that_dies_is_replaced_and_the_method_is_tried_again(
             assert np.array_equal(output, value)
 
 
-async def test_cached_outputs_are_those_of_the_method(make: Make) -> None:
+async def test_each_method_has_its_own_cached_outputs(make: Make) -> None:
     async with make(Both, 4, cache=LRUCache(99)) as batcher:
         for _ in range(2):
             assert (await batcher.process_batched(1))[0] == "infer"
@@ -165,7 +163,7 @@ def test_a_wrong_collation_is_refused() -> None:
     assert batchable(collation=Collation.stack()) is not None
 
 
-def test_a_method_may_be_marked_without_parentheses_and_nothing_else_can_be() -> None:
+def test_only_methods_can_be_marked_batchable() -> None:
     class Plain(InferenceModel[int, int]):
         @batchable
         def double(self, inputs: list[int]) -> list[int]:

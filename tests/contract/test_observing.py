@@ -54,7 +54,7 @@ class Recorder(Observer):
 
 
 @both_loops
-async def test_a_batch_is_told_once_with_the_times_of_each_request() -> None:
+async def test_batch_event_has_times_of_each_request() -> None:
     recorder = Recorder()
     caller.set("a caller")
     async with DynBatcher(Echo, max_batch_size=4, observers=[recorder]) as batcher:
@@ -79,7 +79,7 @@ async def test_a_batch_is_told_once_with_the_times_of_each_request() -> None:
 
 
 @both_loops
-async def test_whatever_ends_a_request_is_told_once_with_the_reason(gate: Gate) -> None:
+async def test_each_end_of_request_is_reported_once(gate: Gate) -> None:
     recorder = Recorder()
     options: Any = {"max_queue_size": 2, "observers": [recorder], "model_args": (gate.path,)}
     async with DynBatcher(Gated, 1, **options) as batcher:
@@ -101,7 +101,7 @@ async def test_whatever_ends_a_request_is_told_once_with_the_reason(gate: Gate) 
 
 
 @both_loops
-async def test_the_sums_are_those_of_the_statistics_whatever_dies() -> None:
+async def test_event_sums_equal_statistics_after_deaths() -> None:
     recorder = Recorder()
     options: Any = {"max_restarts": None, "restart_backoff": 0.01, "observers": [recorder]}
     async with DynBatcher(Crashes, 4, num_workers=2, **options) as batcher:
@@ -117,7 +117,7 @@ async def test_the_sums_are_those_of_the_statistics_whatever_dies() -> None:
 
 
 @both_loops
-async def test_an_observer_that_raises_is_logged_once_and_harms_no_request(
+async def test_raising_observer_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(Observer):
@@ -135,7 +135,7 @@ async def test_an_observer_that_raises_is_logged_once_and_harms_no_request(
 
 
 @both_loops
-async def test_the_context_of_each_caller_is_kept_where_an_observer_needs_it() -> None:
+async def test_caller_contexts_are_kept_on_demand() -> None:
     recorder = Recorder(needs_context=True)
 
     @aio.dynamically(observers=[recorder])
@@ -168,7 +168,7 @@ def test_a_decorated_function_tells_its_batches_and_failures() -> None:
     assert {one.model.rpartition(".")[2] for one in recorder.of(BatchAnswered)} == {"halve"}
 
 
-def test_each_item_of_a_rejected_call_is_told_with_the_context_of_its_caller() -> None:
+def test_rejected_items_are_reported_in_caller_context() -> None:
     recorder = Recorder(needs_context=True)
     caller.set("a caller")
 
@@ -183,7 +183,7 @@ def test_each_item_of_a_rejected_call_is_told_with_the_context_of_its_caller() -
 
 
 @both_loops
-async def test_an_invalid_input_is_told_with_the_context_of_its_caller() -> None:
+async def test_invalid_input_is_reported_in_caller_context() -> None:
     recorder = Recorder(needs_context=True)
     caller.set("a caller")
     async with DynBatcher(Echo, cost=len, observers=[recorder]) as batcher:
@@ -194,7 +194,7 @@ async def test_an_invalid_input_is_told_with_the_context_of_its_caller() -> None
 
 
 @pytest.mark.parametrize("observers", [Recorder, [Recorder], 5, "text"])
-def test_what_is_no_observer_is_an_error(observers: Any) -> None:
+def test_non_observer_is_rejected(observers: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"observers=.*fast_batcher\.observing\.Observer"):
         DynBatcher(Echo, observers=observers)
     with pytest.raises(ConfigurationError, match=r"observers=.*fast_batcher\.observing\.Observer"):

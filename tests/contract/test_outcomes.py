@@ -33,19 +33,19 @@ def test_outputs_and_failures_are_outcomes_by_position() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("kind", [Kind.OUTPUT_ATOMS, Kind.OUTPUTS])
-def test_another_number_of_outcomes_breaks_the_protocol(kind: int, count: int) -> None:
+def test_wrong_number_of_outcomes_breaks_the_protocol(kind: int, count: int) -> None:
     with pytest.raises(TransportError, match=f"2 outcomes came back for {count} requests"):
         read(kind, [pickling.dumps("a"), pickling.dumps("b")], count)
 
 
 @pytest.mark.parametrize("kind", [Kind.READY, Kind.INPUTS, Kind.STARTUP_FAILED])
-def test_a_frame_that_is_no_answer_breaks_the_protocol(kind: int) -> None:
+def test_frame_other_than_answer_breaks_protocol(kind: int) -> None:
     with pytest.raises(TransportError, match=KIND_NAMES[kind]):
         read(kind, ["a"], 1)
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)], ids=repr)
-def test_an_output_that_cannot_be_unpickled_is_an_error(error: BaseException) -> None:
+def test_output_that_cannot_be_unpickled_fails(error: BaseException) -> None:
     items = [pickling.dumps("a"), pickling.dumps(BrokenOnArrival("parent", error))]
     one, two = read(Kind.OUTPUTS, items, 2)
     assert one == "a"

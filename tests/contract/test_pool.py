@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 class Told:
-    """What pools tell, in order, and the pools to be ended after the test."""
+    """Events of pools, in order, and the pools to stop after the test."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -142,7 +142,7 @@ async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
     assert first not in pids_of(pool)
 
 
-async def test_a_loss_is_told_with_the_last_batch_and_sending_to_the_dead_does_no_harm(
+async def test_loss_is_reported_with_last_batch(
     told: Told,
 ) -> None:
     pool = await told.ready(Echo)
@@ -158,7 +158,7 @@ async def test_a_loss_is_told_with_the_last_batch_and_sending_to_the_dead_does_n
     link.fill(link.reserve(), [(Kind.INPUT_ATOMS, 1, b"to a dead worker")])
 
 
-async def test_a_worker_that_the_parent_kills_was_not_out_of_memory(told: Told) -> None:
+async def test_parent_kill_is_not_out_of_memory(told: Told) -> None:
     pool = await told.ready(Echo)
     pool.kill(0)
     await told.until(lambda: told.count("lost") == 1)
@@ -185,7 +185,7 @@ class SpeaksEarly:
         (Kind.OUTPUT_ATOMS, pickling.dumps([1])),
     ],
 )
-async def test_a_worker_that_says_something_else_than_how_its_start_went_is_killed(
+async def test_worker_with_invalid_start_frame_is_killed(
     told: Told, caplog: pytest.LogCaptureFixture, kind: int, body: bytes
 ) -> None:
     told.open(SpeaksEarly, int(kind), body)
@@ -196,7 +196,7 @@ async def test_a_worker_that_says_something_else_than_how_its_start_went_is_kill
     assert "broke the protocol and is replaced" in caplog.text
 
 
-async def test_a_process_that_cannot_be_started_is_told_and_leaves_nothing(
+async def test_failed_process_start_leaves_nothing(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture for every test sees that no descriptor is left."""
@@ -209,9 +209,7 @@ async def test_a_process_that_cannot_be_started_is_told_and_leaves_nothing(
     assert pids_of(pool) == []
 
 
-async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
-    told: Told, gate: Gate
-) -> None:
+async def test_frames_of_replaced_worker_are_dropped(told: Told, gate: Gate) -> None:
     pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=LIMIT)
     told.send(0, "stuck")
     await gate.visit()
@@ -229,7 +227,7 @@ async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> No
     assert told.exits[-1].is_clean
 
 
-async def test_closing_does_not_wait_for_a_worker_that_loads(told: Told, gate: Gate) -> None:
+async def test_closing_does_not_wait_for_loading_worker(told: Told, gate: Gate) -> None:
     pool = told.open(NeverLoads, gate.path, stop_timeout=10 * LIMIT)
     visit = await gate.visit()
     with Watch([visit.pid]) as worker:
@@ -239,9 +237,7 @@ async def test_closing_does_not_wait_for_a_worker_that_loads(told: Told, gate: G
     assert told.events == []
 
 
-async def test_a_pool_that_is_stopped_while_it_is_closed_waits_no_longer(
-    told: Told, gate: Gate
-) -> None:
+async def test_stop_ends_the_wait_of_close(told: Told, gate: Gate) -> None:
     pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=10 * LIMIT)
     told.send(0, "stuck")
     await gate.visit()
@@ -264,7 +260,7 @@ async def test_stopping_ends_workers_in_every_stage(told: Told, gate: Gate) -> N
     assert {event for event, _ in told.events[1:]} <= {"retired"}
 
 
-async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
+async def test_stopped_pool_starts_nothing(told: Told) -> None:
     before = psutil.Process().children()
     pool = await told.ready(Echo)
     os.kill(pids_of(pool)[0], signal.SIGKILL)
@@ -276,7 +272,7 @@ async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
     assert "fast_batcher-spawner-tested" not in {one.name for one in threading.enumerate()}
 
 
-async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told: Told) -> None:
+async def test_starter_thread_lives_as_long_as_workers(told: Told) -> None:
     """The kernel ends a worker when the thread that started it ends."""
     pool = await told.ready(Echo)
     (spawner,) = [one for one in threading.enumerate() if one.name == "fast_batcher-spawner-tested"]

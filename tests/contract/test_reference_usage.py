@@ -114,7 +114,7 @@ def dyn_batcher() -> Iterator[DynBatcher[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_a_batcher_of_a_synchronous_fixture_is_called_from_an_async_test(
+async def test_async_test_calls_batcher_of_synchronous_fixture(
     dyn_batcher: DynBatcher[Any, Any],
 ) -> None:
     sizes = await asyncio.gather(*[dyn_batcher.process_batched(number) for number in range(16)])
@@ -133,7 +133,7 @@ def shared_batcher() -> Iterator[DynBatcher[Any, Any]]:
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("count", [1, 2, 3])
-async def test_a_batcher_of_a_whole_module_goes_from_loop_to_loop(
+async def test_module_batcher_moves_between_loops(
     shared_batcher: DynBatcher[Any, Any], count: int
 ) -> None:
     async with asyncio.timeout(LIMIT):
@@ -146,7 +146,7 @@ async def test_a_batcher_of_a_whole_module_goes_from_loop_to_loop(
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_the_error_for_a_wrong_number_of_outputs_has_its_old_name_too() -> None:
+async def test_output_mismatch_error_keeps_its_old_name() -> None:
     batcher: DynBatcher[str, Any] = DynBatcher(Returns, 8, 0.1)
     with pytest.raises(DynamicBatchIndexError, match="2 outputs for 3 inputs") as caught:
         await asyncio.gather(*[batcher.process_batched("fewer") for _ in range(3)])

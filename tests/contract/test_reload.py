@@ -63,7 +63,7 @@ async def versions_of(batcher: DynBatcher[Any, Any]) -> set[str]:
     return {version for version, _ in answers}
 
 
-async def test_a_reload_under_load_loses_nothing_and_keeps_every_worker_ready(make: Make) -> None:
+async def test_reload_under_load_loses_no_request(make: Make) -> None:
     batcher = make(
         Versioned, 4, num_workers=2, model_args=("one",), model_kwargs={"seconds": 0.002}
     )
@@ -89,9 +89,7 @@ async def test_a_reload_under_load_loses_nothing_and_keeps_every_worker_ready(ma
 
 @pytest.mark.parametrize("version", ["bad", "deadly"])
 @pytest.mark.filterwarnings("ignore:num_workers")
-async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(
-    make: Make, version: str
-) -> None:
+async def test_failed_reload_loses_no_request(make: Make, version: str) -> None:
     batcher = make(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
     async with batcher:
         load = Load(batcher)
@@ -108,9 +106,7 @@ async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(
         assert await versions_of(batcher) == {"two"}
 
 
-async def test_workers_that_were_replaced_go_back_when_a_later_one_fails(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_replaced_workers_roll_back_when_reload_fails(make: Make, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.touch()
     batcher = make(Versioned, 4, num_workers=2, model_args=("one",))
@@ -127,7 +123,7 @@ async def test_workers_that_were_replaced_go_back_when_a_later_one_fails(
         assert (stats.generation, stats.restarts) == (0, 0)
 
 
-async def test_a_worker_that_dies_meanwhile_is_replaced_too(make: Make) -> None:
+async def test_worker_death_during_reload_is_repaired(make: Make) -> None:
     batcher = make(Versioned, 4, num_workers=2, model_args=("one",), restart_backoff=0.01)
     async with batcher:
         load = Load(batcher)
@@ -143,7 +139,7 @@ async def test_a_worker_that_dies_meanwhile_is_replaced_too(make: Make) -> None:
         assert assert_balance(batcher).restarts > 0
 
 
-async def test_a_caller_that_leaves_does_not_stop_a_reload(make: Make, tmp_path: Path) -> None:
+async def test_cancelled_call_does_not_stop_reload(make: Make, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     async with make(Versioned, model_args=("one",)) as batcher:
         task = asyncio.create_task(batcher.reload(model_args=(f"waits {weights}",)))
@@ -194,7 +190,7 @@ async def test_reload_of_a_broken_batcher_opens_it(make: Make, how: str) -> None
         await batcher.aclose()
 
 
-async def test_one_reload_of_a_broken_batcher_runs_at_a_time(make: Make) -> None:
+async def test_broken_batcher_reloads_one_at_a_time(make: Make) -> None:
     batcher = make(Versioned, model_args=("bad",))
     try:
         await outcome(asyncio.create_task(batcher.open()))
@@ -212,7 +208,7 @@ async def test_one_reload_of_a_broken_batcher_runs_at_a_time(make: Make) -> None
         await batcher.aclose()
 
 
-async def test_what_a_reload_refuses(make: Make) -> None:
+async def test_reload_rejects_invalid_calls(make: Make) -> None:
     batcher = make(Versioned, auto_open=False)
     with pytest.raises(NotReadyError):
         await batcher.reload()
@@ -260,7 +256,7 @@ async def test_cache_of_another_process_follows_a_reload() -> None:
 
 
 @pytest.mark.usefixtures("own_directory")
-async def test_successor_of_a_host_has_the_model_of_the_last_reload() -> None:
+async def test_next_host_has_model_of_last_reload() -> None:
     async with shared(*ARGUMENTS) as batcher, shared(*ARGUMENTS) as second:
         with pytest.raises(WorkerStartupError):
             await second.reload(model_args=("bad",))
@@ -289,7 +285,7 @@ async def test_reload_whose_host_dies_fails_and_is_forgotten(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("own_directory")
-async def test_reload_in_one_process_opens_the_broken_batchers_of_all() -> None:
+async def test_reload_opens_broken_batchers_of_all_processes() -> None:
     arguments = *ARGUMENTS[:2], ["bad"]
     batchers = [shared(*arguments) for _ in range(2)]
     try:
@@ -308,7 +304,7 @@ async def test_reload_in_one_process_opens_the_broken_batchers_of_all() -> None:
 
 @pytest.mark.parametrize("is_bad", [False, True])
 @pytest.mark.usefixtures("own_directory")
-async def test_model_of_the_last_reload_wins_if_a_process_has_missed_it(
+async def test_last_reload_wins_over_process_that_missed_it(
     tmp_path: Path, *, is_bad: bool
 ) -> None:
     weights = tmp_path / "weights"

@@ -131,7 +131,7 @@ def test_processes_that_open_at_once_get_one_host(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_all_who_open_get_answers_while_hosts_end_and_are_killed_and_two_never_live(
+def test_clients_get_answers_while_hosts_are_killed(
     openers: Callable[[int], list[Opener]], directory: Path, key: HostKey, seed: int
 ) -> None:
     """40 openings by five processes; 8 hosts are killed, and some are ended by their clients."""
@@ -161,7 +161,7 @@ def test_all_who_open_get_answers_while_hosts_end_and_are_killed_and_two_never_l
 
 
 @pytest.mark.slow
-def test_a_host_that_dies_before_it_accepts_resets_those_who_wait_and_they_elect_again(
+def test_clients_elect_again_if_host_dies_early(
     directory: Path, key: HostKey, openers: Callable[[int], list[Opener]]
 ) -> None:
     started = openers(3)
@@ -178,9 +178,7 @@ def test_a_host_that_dies_before_it_accepts_resets_those_who_wait_and_they_elect
 
 
 @pytest.mark.slow
-def test_a_starter_that_is_killed_before_the_launch_is_replaced_even_if_its_forked_child_lives(
-    directory: Path, key: HostKey
-) -> None:
+def test_starter_killed_before_launch_is_replaced(directory: Path, key: HostKey) -> None:
     """The child has neither the lock nor the socket, which would seem to be a host's."""
     program = (
         "import os, signal\n"
@@ -207,7 +205,7 @@ def test_a_starter_that_is_killed_before_the_launch_is_replaced_even_if_its_fork
 
 
 @pytest.mark.slow
-def test_a_host_that_retires_holds_the_lock_until_it_is_dead(directory: Path, key: HostKey) -> None:
+def test_retiring_host_holds_the_lock_until_exit(directory: Path, key: HostKey) -> None:
     connection, process = start(key, partial(launch, "retire"))
     assert connection.recv(1) == b"r"
     assert [path.name for path in directory.glob("*.sock")] == []
@@ -219,7 +217,7 @@ def test_a_host_that_retires_holds_the_lock_until_it_is_dead(directory: Path, ke
 
 
 @pytest.mark.slow
-def test_the_last_client_ends_the_host_and_no_socket_is_left(directory: Path, key: HostKey) -> None:
+def test_last_client_ends_host_and_removes_socket(directory: Path, key: HostKey) -> None:
     connection, process = start(key)
     connection.sendall(b"end")
     assert process.reap() == "exit code 0"
@@ -229,7 +227,7 @@ def test_the_last_client_ends_the_host_and_no_socket_is_left(directory: Path, ke
 
 
 @pytest.mark.slow
-def test_nothing_is_left_open(directory: Path, key: HostKey) -> None:
+def test_rendezvous_leaves_nothing_open(directory: Path, key: HostKey) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     connection, process = start(key)
     second, no_process, *_ = connect(key, SERVE)
@@ -266,7 +264,7 @@ def test_a_failed_launch_leaves_no_socket(directory: Path, key: HostKey) -> None
         ([], "no_such_module", "No module named 'no_such_module'"),
     ],
 )
-def test_a_host_that_dies_at_once_tells_its_starter_why(
+def test_early_host_death_reports_its_reason(
     directory: Path, key: HostKey, arguments: list[str], module: str, text: str
 ) -> None:
     connection, process = start(key, partial(launch_host, arguments=arguments, module=module))
@@ -279,9 +277,7 @@ def test_a_host_that_dies_at_once_tells_its_starter_why(
 
 
 @pytest.mark.slow
-def test_the_end_of_a_host_is_told_by_its_signal_and_if_another_part_has_reaped_it(
-    directory: Path, key: HostKey
-) -> None:
+def test_exit_of_host_is_described_by_signal(directory: Path, key: HostKey) -> None:
     for is_reaped, text in [(False, "signal 9 (SIGKILL"), (True, "unknown exit status")]:
         connection, process = start(key, partial(launch, "sleep"))
         os.kill(process.pid, signal.SIGKILL)
@@ -293,7 +289,7 @@ def test_the_end_of_a_host_is_told_by_its_signal_and_if_another_part_has_reaped_
 
 
 @pytest.mark.slow
-def test_a_host_writes_to_a_file_until_its_welcome_and_to_stderr_afterwards(
+def test_host_writes_to_file_until_welcome(
     directory: Path, key: HostKey, capfd: pytest.CaptureFixture[str]
 ) -> None:
     connection, process = start(key)
@@ -322,7 +318,7 @@ def test_a_starter_without_standard_streams_has_a_host(directory: Path, key: Hos
 
 
 @pytest.mark.slow
-def test_a_host_uses_the_library_of_its_starter_and_none_of_the_working_directory(
+def test_host_uses_library_of_its_starter(
     directory: Path, key: HostKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although PYTHONPATH does not name it, and files there have names of Python's modules."""
@@ -334,7 +330,7 @@ def test_a_host_uses_the_library_of_its_starter_and_none_of_the_working_director
     end(connection, process)
 
 
-def test_a_host_that_does_not_accept_is_an_error_when_its_backlog_is_full(
+def test_full_backlog_of_hanging_host_is_an_error(
     directory: Path, key: HostKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "BACKLOG", 0)
@@ -369,7 +365,7 @@ def test_the_wait_for_the_lock_can_be_cancelled(directory: Path, key: HostKey) -
             connect(key, SERVE, LIMIT, cancelled)
 
 
-def test_a_replaced_host_leaves_the_socket_of_the_next(directory: Path, key: HostKey) -> None:
+def test_replaced_host_keeps_socket_of_next_host(directory: Path, key: HostKey) -> None:
     path = directory / key.file_name
     listeners: list[socket.socket] = []
 
@@ -393,7 +389,7 @@ def test_a_replaced_host_leaves_the_socket_of_the_next(directory: Path, key: Hos
         one.close()
 
 
-def test_a_host_that_has_answered_is_not_replaced(directory: Path, key: HostKey) -> None:
+def test_answering_host_is_not_replaced(directory: Path, key: HostKey) -> None:
     listeners: list[socket.socket] = []
 
     def keep(listener: socket.socket) -> Any:
@@ -411,7 +407,7 @@ def test_a_host_that_has_answered_is_not_replaced(directory: Path, key: HostKey)
 # --- siblings that differ -------------------------------------------------------------------------
 
 
-def test_one_warning_if_siblings_differ(
+def test_differing_siblings_cause_one_warning(
     directory: Path, key: HostKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And none for a host that is dead, or of another scope; a dead one's socket is removed."""
@@ -469,7 +465,7 @@ def make_foreign(path: Path) -> None:
         (make_foreign, "belongs to user 12345"),
     ],
 )
-def test_a_directory_that_others_may_use_is_refused(
+def test_directory_of_other_users_is_rejected(
     directory: Path, key: HostKey, make: Callable[[Path], None], fault: str
 ) -> None:
     make(directory)
@@ -489,7 +485,7 @@ def test_the_directory_is_private_whatever_the_umask(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["", "relative", "/no/such/directory"])
-def test_the_temporary_directory_is_used_without_a_runtime_directory(
+def test_temporary_directory_replaces_missing_runtime_directory(
     directory: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
@@ -497,7 +493,7 @@ def test_the_temporary_directory_is_used_without_a_runtime_directory(
     assert open_directory() == directory.parent / f"fast_batcher-{os.geteuid()}"
 
 
-def test_a_directory_that_cannot_be_made_and_a_path_that_is_too_long_are_told(
+def test_invalid_socket_paths_are_reported(
     directory: Path, key: HostKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = directory.parent / ("long" * 20)

@@ -119,7 +119,7 @@ async def test_outputs_of_every_kind_arrive(make: Make) -> None:
         assert len(await batcher.process_batched(100)) == 100
 
 
-async def test_a_file_on_disk_is_to_be_read_first(make: Make) -> None:
+async def test_open_file_error_names_the_remedy(make: Make) -> None:
     """As an upload above the size that Starlette keeps in memory."""
     with tempfile.SpooledTemporaryFile(max_size=1) as file:
         file.write(b"xx")
@@ -226,7 +226,7 @@ async def test_a_deadline_passes_while_the_model_loads(make: Make, gate: Gate) -
 
 
 @pytest.mark.parametrize("limit", [{"max_queue_size": 8}, {"max_queue_bytes": 8 * 900}])
-async def test_a_full_queue_rejects_calls_and_slows_down_process_many(
+async def test_full_queue_rejects_calls_and_slows_process_many(
     make: Make, gate: Gate, limit: dict[str, Any]
 ) -> None:
     values = [bytes([number]) * 900 for number in range(60)]
@@ -246,7 +246,7 @@ async def test_a_full_queue_rejects_calls_and_slows_down_process_many(
     assert assert_balance(batcher).rejected == len(calls) - len(answered)
 
 
-async def test_a_call_that_cannot_be_in_time_is_rejected(make: Make) -> None:
+async def test_call_with_impossible_deadline_is_rejected(make: Make) -> None:
     async with make(Slow, 1, model_args=(0.1,), max_latency=0.15) as batcher:
         assert await batcher.process_batched(0) == 0
         calls = [call(batcher, number) for number in range(20)]
@@ -287,7 +287,7 @@ async def test_priorities_groups_and_costs_shape_batches(make: Make, gate: Gate)
     assert_balance(batcher)
 
 
-async def test_a_joined_call_raises_the_priority_of_its_computation(make: Make, gate: Gate) -> None:
+async def test_joined_call_raises_priority(make: Make, gate: Gate) -> None:
     async with make(Holds, 1, model_args=(gate.path,), cache=LRUCache(99)) as batcher:
         first = [call(batcher, "hold")]
         visit = await gate.visit()
@@ -410,7 +410,7 @@ async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:
 RESTARTS: dict[str, Any] = {"max_restarts": None, "restart_backoff": 0.01}
 
 
-async def test_a_poisonous_request_fails_and_its_mates_are_answered(
+async def test_poisonous_request_fails_alone(
     make_in_processes: Make,
 ) -> None:
     async with make_in_processes(DiesInBatch, 8, **RESTARTS) as batcher:
@@ -427,7 +427,7 @@ async def test_a_poisonous_request_fails_and_its_mates_are_answered(
 
 
 @pytest.mark.parametrize("size", [100, 100_000, 2_000_000])
-async def test_a_second_try_sees_the_inputs_as_they_were(
+async def test_retry_sees_original_inputs(
     make_in_processes: Make, tmp_path: Path, size: int
 ) -> None:
     """The model works in place, and its worker dies."""
@@ -449,7 +449,7 @@ async def test_a_second_try_sees_the_inputs_as_they_were(
     assert_balance(batcher)
 
 
-async def test_spent_restarts_reject_calls_until_a_worker_is_ready(make_in_processes: Make) -> None:
+async def test_spent_restarts_reject_calls(make_in_processes: Make) -> None:
     options: dict[str, Any] = {"max_restarts": 1, "restart_window": 1.0, "restart_backoff": 0.3}
     async with make_in_processes(Crashes, **options) as batcher:
         error = None
@@ -469,7 +469,7 @@ async def test_spent_restarts_reject_calls_until_a_worker_is_ready(make_in_proce
 # --- life -----------------------------------------------------------------------------------------
 
 
-async def test_aclose_answers_what_was_accepted(make: Make, gate: Gate) -> None:
+async def test_aclose_answers_accepted_requests(make: Make, gate: Gate) -> None:
     batcher = make(Gated, 2, model_args=(gate.path,))
     await batcher.open()
     calls = [call(batcher, number) for number in range(5)]
@@ -493,7 +493,7 @@ async def test_aclose_answers_what_was_accepted(make: Make, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "stop", "stop in a thread", "cancelled aclose"])
-async def test_closing_fails_what_is_not_answered(
+async def test_closing_fails_unanswered_requests(
     make_in_processes: Make, gate: Gate, how: str
 ) -> None:
     batcher = make_in_processes(
@@ -521,9 +521,7 @@ async def test_closing_fails_what_is_not_answered(
     assert_balance(batcher)
 
 
-async def test_a_failed_start_is_told_and_it_can_be_opened_again(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_session_reopens_after_failed_start(make: Make, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     batcher = make(NeedsFile, model_args=(str(weights),))
     for _ in range(2):
@@ -548,7 +546,7 @@ async def test_a_failed_start_is_told_and_it_can_be_opened_again(
     assert_balance(batcher)
 
 
-def test_it_goes_on_with_another_event_loop(make: Make, gate: Gate) -> None:
+def test_session_moves_to_another_event_loop(make: Make, gate: Gate) -> None:
     batcher = make(EchoesOrHolds, 4, model_args=(gate.path,))
 
     async def first() -> None:

@@ -79,9 +79,7 @@ async def test_each_stage_has_a_batch_of_its_own(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("stage", ["prepare", "finish"])
-async def test_an_error_of_prepare_or_finish_fails_its_request_alone(
-    gate: Gate, stage: str
-) -> None:
+async def test_error_of_prepare_or_finish_fails_one_request(gate: Gate, stage: str) -> None:
     async with DynBatcher(
         InStages, 4, stage_threads=2, model_args=(gate.path,), isolate_errors=False
     ) as batcher:
@@ -102,7 +100,7 @@ async def test_an_error_of_prepare_or_finish_fails_its_request_alone(
         assert (stats.failed, stats.completed) == (3, 2)
 
 
-async def test_a_batch_for_which_infer_raises_is_divided(gate: Gate) -> None:
+async def test_failing_batch_is_divided(gate: Gate) -> None:
     async with DynBatcher(InStages, 4, stage_threads=2, model_args=(gate.path,)) as batcher:
         tasks = [call(batcher, value) for value in ("a", "infer raises", "b", "c")]
         outcomes = [await outcome(task) for task in tasks]
@@ -110,7 +108,7 @@ async def test_a_batch_for_which_infer_raises_is_divided(gate: Gate) -> None:
         assert [value for value, _ in outcomes] == ["a", "b", "c"]
 
 
-async def test_a_death_costs_the_batches_that_infer_has_begun(gate: Gate) -> None:
+async def test_death_loses_only_begun_batches(gate: Gate) -> None:
     async with DynBatcher(
         InStages, 1, stage_threads=2, model_args=(gate.path,), idempotent=False
     ) as batcher:
@@ -127,7 +125,7 @@ async def test_a_death_costs_the_batches_that_infer_has_begun(gate: Gate) -> Non
         assert_balance(batcher)
 
 
-async def test_a_death_in_prepare_is_found_to_be_of_one_request(gate: Gate) -> None:
+async def test_death_in_prepare_is_traced_to_one_request(gate: Gate) -> None:
     async with DynBatcher(
         InStages, 4, stage_threads=2, model_args=(gate.path,), max_restarts=None
     ) as batcher:
@@ -139,7 +137,7 @@ async def test_a_death_in_prepare_is_found_to_be_of_one_request(gate: Gate) -> N
         assert_balance(batcher)
 
 
-async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_answered(
+async def test_fatal_error_of_infer_replaces_worker(
     gate: Gate,
 ) -> None:
     async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
@@ -155,9 +153,7 @@ async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_ans
 
 
 @pytest.mark.parametrize("stage", ["prepare", "finish"])
-async def test_a_fatal_error_of_prepare_or_finish_replaces_the_worker_too(
-    gate: Gate, stage: str
-) -> None:
+async def test_fatal_error_of_prepare_or_finish_replaces_worker(gate: Gate, stage: str) -> None:
     async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         assert isinstance(await outcome(call(batcher, f"{stage} breaks")), InferenceError)
         assert await outcome(call(batcher, "next")) == ("next", 1)
@@ -205,7 +201,7 @@ async def test_methods_other_than_infer_have_no_stages(gate: Gate) -> None:
         assert await asyncio.gather(lengths, batcher.process_batched("b")) == [[1, 14], ("b", 1)]
 
 
-async def test_a_batch_is_computed_in_its_own_context_while_others_are_prepared(
+async def test_batch_runs_in_its_own_context_during_prepare(
     gate: Gate,
 ) -> None:
     async with DynBatcher(SeesContexts, 1, model_args=(gate.path,), stage_threads=2) as batcher:
@@ -228,7 +224,7 @@ async def test_the_stages_have_their_own_threads(threads: int) -> None:
         assert seen <= {f"fast_batcher-stage_{number}" for number in range(threads)}
 
 
-async def test_an_array_that_the_model_fills_again_is_kept_for_finish(gate: Gate) -> None:
+async def test_reused_output_array_is_copied_for_finish(gate: Gate) -> None:
     async with DynBatcher(Reuses, 1, model_args=(gate.path,)) as batcher:
         first = call(batcher, 7)
         visit = await gate.visit()
@@ -240,7 +236,7 @@ async def test_an_array_that_the_model_fills_again_is_kept_for_finish(gate: Gate
         assert [await outcome(task) for task in (first, second, third)] == [7.0, -1.0, -2.0]
 
 
-async def test_large_inputs_are_prepared_from_shared_memory_which_is_freed() -> None:
+async def test_prepare_frees_shared_memory_of_large_inputs() -> None:
     async with DynBatcher(Halves, 4) as batcher:
         rows = [np.full(2**17, number, np.float64) for number in range(24)]
         assert await batcher.process_many(rows) == [number * 2**16 for number in range(24)]
@@ -255,14 +251,14 @@ async def test_the_warm_up_runs_all_stages() -> None:
         assert await batcher.process_batched("3") == (7, 7)
 
 
-async def test_a_failing_warm_up_names_the_error_of_prepare() -> None:
+async def test_failing_warm_up_names_error_of_prepare() -> None:
     batcher = DynBatcher(WarmsUp, 2, model_args=("one",))
     with pytest.raises(WorkerStartupError, match=r"warm-up .* invalid literal for int"):
         await batcher.open()
     await batcher.aclose()
 
 
-async def test_a_model_that_is_named_by_text_has_stages_too(gate: Gate) -> None:
+async def test_string_model_has_stages(gate: Gate) -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher(
         "models.stages:InStages", 1, stage_threads=2, model_args=(gate.path,)
     )

@@ -70,7 +70,7 @@ async def test_two_batchers_of_one_process_share_workers() -> None:
         assert await batchers[1].process_batched(b"whereabouts") == pids[0]
 
 
-async def test_a_worker_goes_on_with_the_rows_of_a_process_that_was_killed(gate: Gate) -> None:
+async def test_worker_computes_rows_of_killed_process(gate: Gate) -> None:
     arguments = "shared:SumsAtGate", {"max_batch_size": 4}, [gate.path]
     rows = [["array", 200_000, number] for number in range(1, 5)]
     async with make(*arguments) as batcher:
@@ -101,7 +101,7 @@ async def test_a_worker_goes_on_with_the_rows_of_a_process_that_was_killed(gate:
             assert await third.receive() == [1_800_000] * 4
 
 
-async def test_a_stopped_process_keeps_no_worker_and_no_memory_from_others(gate: Gate) -> None:
+async def test_stopped_process_blocks_no_other(gate: Gate) -> None:
     """Its input is needed once more, because the worker that had it is dead."""
     options: Any = {**TOGETHER, "max_batch_size": 2, "max_restarts": None, "restart_backoff": 0.01}
     arguments = "shared:SumsAtGate", options, [gate.path]
@@ -129,7 +129,7 @@ async def test_a_stopped_process_keeps_no_worker_and_no_memory_from_others(gate:
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "blocked"])
-async def test_batch_goes_on_without_the_process_that_follows_it(
+async def test_batch_continues_without_its_observing_process(
     gate: Gate, *, is_killed: bool
 ) -> None:
     options = {**TOGETHER, "max_batch_size": 2, "followed": gate.path}
@@ -148,7 +148,7 @@ async def test_batch_goes_on_without_the_process_that_follows_it(
                 assert await other.receive() == [batch]
 
 
-async def test_a_stopped_process_that_gets_the_log_takes_no_memory() -> None:
+async def test_stopped_log_receiver_takes_no_memory() -> None:
     arguments: Any = "shared:Chatty", {"max_batch_size": 1}, []
     with client(*arguments) as other:
         assert await other.receive() == "open"
@@ -168,7 +168,7 @@ async def test_a_stopped_process_that_gets_the_log_takes_no_memory() -> None:
                 await watch.until_dead()
 
 
-async def test_a_key_that_cannot_be_pickled_fails_its_request_alone() -> None:
+async def test_unpicklable_key_fails_its_request_alone() -> None:
     async with DynBatcher(Batches, group_by=lambda value: value, shared=True) as batcher:
         calls = [call(batcher, value) for value in (1, lambda: None, 1)]
         one, refused, two = [await outcome(task) for task in calls]
@@ -177,7 +177,7 @@ async def test_a_key_that_cannot_be_pickled_fails_its_request_alone() -> None:
     assert "cannot be pickled" in str(refused)
 
 
-async def test_a_kept_array_shares_no_memory_with_later_clients() -> None:
+async def test_kept_array_keeps_its_memory() -> None:
     """Although its batcher is closed; and they get its memory once it is dropped."""
     async with make(*DIGESTS):
         async with make(*DIGESTS) as batcher:
@@ -211,7 +211,7 @@ asyncio.run(main())
 """
 
 
-async def test_an_array_in_a_forked_child_keeps_its_memory() -> None:
+async def test_array_in_forked_child_keeps_its_memory() -> None:
     """Although the process that allocated it is dead."""
     async with make(*DIGESTS):
         dead = run_command([sys.executable, "-c", FORKS, json.dumps(sys.path)])

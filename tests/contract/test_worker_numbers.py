@@ -34,7 +34,7 @@ def anyio_backend() -> Any:
 
 
 class Changes(Observer):
-    """What is told of workers, by their indexes."""
+    """Events of workers, by index."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str]] = []
@@ -66,7 +66,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
-async def test_workers_come_and_go_under_load_and_nothing_is_lost() -> None:
+async def test_changing_worker_number_loses_no_request() -> None:
     changes = Changes()
     batcher = DynBatcher(Slow, 2, model_args=(0.001,), observers=[changes])
     async with batcher:
@@ -103,7 +103,7 @@ async def test_a_removed_worker_finishes_its_batches(gate: Gate) -> None:
         assert_balance(batcher)
 
 
-async def test_a_worker_that_loads_is_ended_when_fewer_are_wanted(gate: Gate) -> None:
+async def test_loading_worker_ends_if_not_wanted(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
     opening = asyncio.create_task(batcher.open())
     (await gate.visit()).let_on()
@@ -133,7 +133,7 @@ async def test_opening_ends_with_the_workers_that_are_wanted(gate: Gate) -> None
     await batcher.aclose()
 
 
-async def test_the_number_changes_at_the_end_of_a_reload(tmp_path: Path) -> None:
+async def test_worker_number_changes_after_a_reload(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     version = f"waits {weights}"
     async with DynBatcher(Versioned, model_args=("one",)) as batcher:
@@ -148,7 +148,7 @@ async def test_the_number_changes_at_the_end_of_a_reload(tmp_path: Path) -> None
         assert {answered_by for answered_by, _ in answers} == {version}
 
 
-async def test_the_last_good_worker_stays_until_another_is_ready(tmp_path: Path) -> None:
+async def test_last_ready_worker_stays_until_another_is_ready(tmp_path: Path) -> None:
     needed = tmp_path / "weights"
     needed.touch()
     options: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": 0.1}
@@ -180,7 +180,7 @@ async def test_a_further_worker_revives_a_broken_batcher(tmp_path: Path) -> None
         assert await batcher.process_batched("fine") == "fine"
 
 
-async def test_a_further_worker_that_cannot_load_harms_nobody(
+async def test_additional_worker_failing_to_load_affects_no_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     needed = tmp_path / "weights"
@@ -197,7 +197,7 @@ async def test_a_further_worker_that_cannot_load_harms_nobody(
         assert batcher.stats.restarts == 0
 
 
-def test_a_number_that_is_changed_between_two_runs_of_the_loop_counts() -> None:
+def test_number_changed_between_loop_runs_applies() -> None:
     loop = asyncio.new_event_loop()
     batcher = DynBatcher(Slow, model_args=(0.0,))
     loop.run_until_complete(batcher.open())

@@ -95,7 +95,7 @@ def test_a_recursive_body_ends_with_empty_lists() -> None:
         ({"$ref": "#/components/loop"}, "nested too deeply"),
     ],
 )
-def test_what_cannot_be_made_is_named(schema: dict[str, Any], message: str) -> None:
+def test_body_that_cannot_be_generated_is_named(schema: dict[str, Any], message: str) -> None:
     loop = {"type": "object", "properties": {"loop": {"$ref": "#/components/loop"}}}
     body = {"type": "object", "properties": {"name": schema}}
     with pytest.raises(LoadError, match=f"{message}.*: give --body FILE"):
@@ -133,7 +133,7 @@ def test_the_operation_of_a_path_is_found(
     assert (name, operation["name"]) == found
 
 
-def test_a_missing_operation_is_told_with_those_there_are() -> None:
+def test_missing_operation_error_lists_known_operations() -> None:
     with pytest.raises(LoadError, match=r"has GET /items/\{id\}, POST /items/first.*no /other"):
         _find_operation(PATHS, "/other", None)
 
@@ -342,10 +342,10 @@ def test_errors_under_load_are_told(url: str) -> None:
         ("/missing", ["--method", "GET"], 'GET /missing answers 404 {"detail":"Not Found"}'),
         ("/greet", [], "name of the body is of the pattern"),
         ("/length", ["--body", "wrong.json"], 'POST /length answers 422 {"detail":[{"type":"str'),
-        ("/length", ["--compare", "wrong.json"], "no file that bench --json has written"),
+        ("/length", ["--compare", "wrong.json"], "not a file written by bench --json"),
     ],
 )
-def test_nothing_to_measure_is_told_in_a_line(
+def test_bench_error_is_reported_in_one_line(
     url: str, tmp_path: Path, path: str, options: list[str], message: str
 ) -> None:
     (tmp_path / "wrong.json").write_text('{"text": ""}')

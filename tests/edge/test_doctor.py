@@ -41,7 +41,7 @@ def test_a_machine_is_described() -> None:
     assert "fast_batcher" in checks["packages"]["text"]
 
 
-def test_a_kernel_that_refuses_memory_files_is_told() -> None:
+def test_refused_memory_files_are_reported() -> None:
     program = ROOT / "tests" / "support" / "without_memfd.py"
     done = subprocess.run(
         [sys.executable, str(program), *COMMAND[2:], "command_models:Doubler", "--json"],
@@ -83,7 +83,7 @@ def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
         assert f"t({size}) = " in checks["batches"]["text"]
 
 
-def test_inputs_are_a_line_of_a_file_or_objects_of_a_module(tmp_path: Path) -> None:
+def test_inputs_come_from_file_or_module(tmp_path: Path) -> None:
     inputs = tmp_path / "inputs.jsonl"
     inputs.write_text("3\n")
     for source in (str(inputs), "command_models:INPUTS", "command_models:make_inputs"):
@@ -103,7 +103,7 @@ def test_options_from_outside_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1]["text"].startswith("FAST_BATCHER_DUBLER__TIMEOUT is not for")
 
 
-def test_without_inputs_the_warm_up_is_the_measure() -> None:
+def test_warm_up_is_measured_without_inputs() -> None:
     code, checks = examine("command_models:Doubler")
     assert code == 0
     assert "t(1) = " in checks["batches"]["text"]
@@ -122,7 +122,7 @@ def test_without_inputs_the_warm_up_is_the_measure() -> None:
         ("command_models", "target", "write it as module:Model or module:batcher", ""),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(
+def test_problem_is_reported_in_one_line(
     target: str, name: str, text: str, remedy: str, tmp_path: Path
 ) -> None:
     inputs = tmp_path / "inputs.jsonl"

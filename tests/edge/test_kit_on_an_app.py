@@ -114,18 +114,20 @@ def test_each_error_has_its_status(
     assert client.get("/shout?text=a").status_code == status
 
 
-def test_one_batcher_fails(client: TestClient, batcher_kit: BatcherKit) -> None:
+def test_fail_next_affects_only_the_named_batcher(
+    client: TestClient, batcher_kit: BatcherKit
+) -> None:
     batcher_kit.fail_next(WorkerLostError, count=2, batcher="counter")
     assert client.get("/shout?text=a").status_code == 200
     assert [client.get("/count?text=new").status_code for _ in range(3)] == [503, 503, 200]
 
 
-def test_it_is_ready_while_it_is_open(client: TestClient) -> None:
+def test_app_is_ready_while_open(client: TestClient) -> None:
     assert client.get("/readyz").status_code == 200
     assert shouter.state == counter.state == "open"
 
 
-def test_it_is_closed_between_tests() -> None:
+def test_app_is_closed_between_tests() -> None:
     assert shouter.state in ("closed", "new")
     assert not [one for one in threading.enumerate() if "shouter" in one.name]
 
@@ -135,7 +137,7 @@ def test_workers_are_where_they_should_be(client: TestClient, pytestconfig: pyte
     assert len(children) == (2 if pytestconfig.getoption("--batcher-workers") == "processes" else 0)
 
 
-def test_statistics_are_those_of_the_batcher(client: TestClient) -> None:
+def test_kit_statistics_are_the_batchers(client: TestClient) -> None:
     before = shouter.stats.completed
     client.get("/shout-all?texts=a,b")
     assert shouter.stats.completed == before + 2

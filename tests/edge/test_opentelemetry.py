@@ -85,7 +85,7 @@ def times_of(span: ReadableSpan) -> tuple[int, int]:
 
 
 @both_loops
-async def test_a_batch_is_linked_with_its_requests_and_has_the_spans_of_its_model(
+async def test_batch_span_links_requests_and_contains_model_spans(
     make: Make,
 ) -> None:
     recording = Recording()
@@ -125,7 +125,7 @@ async def test_a_batch_is_linked_with_its_requests_and_has_the_spans_of_its_mode
 
 
 @both_loops
-async def test_what_fails_or_is_tried_again_fails_in_its_span(make: Make) -> None:
+async def test_failed_and_retried_batches_have_error_spans(make: Make) -> None:
     recording = Recording()
     batcher = make(MakesSpans, 4, name="model", restart_backoff=0.01, max_restarts=None)
     instrument(batcher, recording.provider)
@@ -167,7 +167,7 @@ async def test_a_batch_without_sampled_callers_records_nothing(
 
 
 @both_loops
-async def test_a_batch_is_linked_with_its_sampled_callers_alone(make: Make) -> None:
+async def test_batch_links_only_sampled_callers(make: Make) -> None:
     recording = Recording(ParentBased(TraceIdRatioBased(0.5)))
     batcher = make(MakesSpans, 64, name="model")
     instrument(batcher, recording.provider)
@@ -187,7 +187,7 @@ async def test_a_batch_is_linked_with_its_sampled_callers_alone(make: Make) -> N
     [("cancel", 1), ("cancel", numpy.zeros(100_000)), ("stop", 1)],
     ids=["small", "large", "stop"],
 )
-async def test_a_batch_whose_callers_have_gone_ends_its_span(
+async def test_batch_without_callers_ends_its_span(
     make: Make, gate: Gate, end: str, value: Any
 ) -> None:
     recording = Recording()
@@ -209,7 +209,7 @@ async def test_a_batch_whose_callers_have_gone_ends_its_span(
 
 
 @both_loops
-async def test_the_context_of_a_batch_that_is_not_sent_reaches_no_other_batch(make: Make) -> None:
+async def test_context_of_unsent_batch_reaches_no_other_batch(make: Make) -> None:
     recording = Recording()
     batcher = make(MakesSpans, 1, name="model")
     instrument(batcher, recording.provider)
@@ -226,7 +226,7 @@ async def test_the_context_of_a_batch_that_is_not_sent_reaches_no_other_batch(ma
 
 @both_loops
 @pytest.mark.parametrize("where", ["pickle", "unpickle", "enter", "exit"])
-async def test_a_context_that_raises_is_logged_once_and_harms_no_batch(
+async def test_raising_context_is_logged_once(
     make: Make, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Bad(Observer):
@@ -267,9 +267,7 @@ async def numbers_of_spans_on_the_loop(items: list[Any]) -> list[Any]:
 @both_loops
 @pytest.mark.parametrize("decorator", [dynamically, aio.dynamically])
 @pytest.mark.parametrize("function", [numbers_of_spans, numbers_of_spans_on_the_loop])
-async def test_a_decorated_function_runs_in_the_span_of_its_batch(
-    decorator: Any, function: Any
-) -> None:
+async def test_decorated_function_runs_in_batch_span(decorator: Any, function: Any) -> None:
     recording = Recording()
     observer = OpenTelemetryObserver(recording.provider)
     decorated = decorator(batch_size=4, observers=[observer], isolate_errors=False)(function)
@@ -293,7 +291,7 @@ async def test_a_decorated_function_runs_in_the_span_of_its_batch(
 
 
 @both_loops
-async def test_each_request_is_linked_from_one_successful_batch_whatever_dies(make: Make) -> None:
+async def test_one_successful_batch_links_each_request(make: Make) -> None:
     recording = Recording()
     options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
     batcher = make(MakesSpans, 16, max_queue_size=10_000, name="model", **options)
@@ -337,7 +335,7 @@ async def test_each_request_is_linked_from_one_successful_batch_whatever_dies(ma
 
 @one_loop
 @pytest.mark.usefixtures("own_directory")
-async def test_batch_of_two_processes_has_one_span_linked_with_the_callers_of_both() -> None:
+async def test_batch_of_two_processes_links_all_callers() -> None:
     recordings = [Recording(), Recording()]
     # The batch leaves when it is full.
     options: Any = {"policy": "fixed", "max_delay": 1000.0, "timeout": None, "name": "model"}

@@ -89,7 +89,7 @@ async def test_late_errors_are_a_metric(gate: Gate) -> None:
 
 @pytest.mark.anyio
 @both_loops
-async def test_the_metrics_are_those_of_the_statistics_whatever_dies() -> None:
+async def test_metrics_equal_statistics_after_deaths() -> None:
     registry = CollectorRegistry()
     options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
     batcher = DynBatcher(Crashes, 4, name="crashes", **options)
@@ -122,7 +122,7 @@ async def test_the_metrics_are_those_of_the_statistics_whatever_dies() -> None:
 @pytest.mark.anyio
 @both_loops
 @pytest.mark.parametrize("ending", ["aclose", "stop"])
-async def test_the_gauges_add_up_what_batchers_of_one_name_have(gate: Gate, ending: str) -> None:
+async def test_gauges_sum_batchers_of_one_name(gate: Gate, ending: str) -> None:
     registry = CollectorRegistry()
     read = Readings(registry, "gated")
 
@@ -172,7 +172,7 @@ async def test_an_error_of_a_metric_ends_no_timer(monkeypatch: pytest.MonkeyPatc
     assert {*map(type, errors)} == {OSError}
 
 
-def test_it_works_beside_the_metrics_of_the_app() -> None:
+def test_metrics_coexist_with_metrics_of_app() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo, name="beside")
     instrument(batcher, registry)
@@ -202,7 +202,7 @@ def cache_results(page: str) -> dict[str, float]:
     return {result: float(count) for result, count in found}
 
 
-def test_hits_misses_and_coalesced_calls_are_those_of_the_statistics() -> None:
+def test_cache_metrics_equal_statistics() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo, name="cached", cache=LRUCache(9))
     instrument(batcher, registry)
@@ -222,7 +222,7 @@ def test_hits_misses_and_coalesced_calls_are_those_of_the_statistics() -> None:
     assert (stats.cache_hits, stats.cache_misses, stats.cache_coalesced) == (3, 2, 4)
 
 
-def test_processes_that_share_a_model_add_up_what_their_caches_had(
+def test_shared_processes_sum_cache_metrics(
     hosts: Hosts, metrics_folder: Path, serve: Callable[..., Server]
 ) -> None:
     """One of the processes alone is told of the batches; each has a cache of its own."""
@@ -247,7 +247,7 @@ def test_processes_that_share_a_model_add_up_what_their_caches_had(
         ("fastapi", "from fast_batcher import prometheus as p; p.metrics_router()", "FastAPI"),
     ],
 )
-def test_what_is_not_installed_is_named(missing: str, statement: str, told: str) -> None:
+def test_missing_package_is_named(missing: str, statement: str, told: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; {statement}"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
@@ -274,7 +274,7 @@ def names_in(expression: str) -> set[str]:
     return set(words) - {"and", "or", "unless", "by"}
 
 
-def test_the_documents_name_metrics_that_exist_and_nothing_else() -> None:
+def test_documented_metrics_exist() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo)
     instrument(batcher, registry)
@@ -324,7 +324,7 @@ class Prometheus:
         self._log.close()
 
     def get(self, path: str, **parameters: str) -> Any:
-        """What the API answers, None until it does."""
+        """Answer of the API; None until it arrives."""
         try:
             page = httpx2.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=LIMIT)
         except httpx2.TransportError:
@@ -400,7 +400,7 @@ def two_servers(serve: Callable[..., Server], metrics_folder: Path) -> Iterator[
 
 
 @has_prometheus
-def test_a_real_prometheus_sees_each_request_of_two_servers_once(
+def test_prometheus_counts_requests_of_two_servers_once(
     two_servers: Server, metrics_folder: Path, watch: Callable[..., Prometheus]
 ) -> None:
     url = two_servers.url()
@@ -486,7 +486,7 @@ def shared_servers(hosts: Hosts, serve: Callable[..., Server]) -> Iterator[Share
 
 
 @has_prometheus
-def test_a_real_prometheus_sees_the_workers_of_a_shared_host_once(
+def test_prometheus_counts_workers_of_shared_host_once(
     shared_servers: SharedServers, watch: Callable[..., Prometheus]
 ) -> None:
     """Whatever becomes of the process that reports, and of the host."""

@@ -120,7 +120,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["leave", "kill"])
-async def test_the_next_process_shows_the_workers_and_repeats_no_restart(
+async def test_next_reporter_repeats_no_restart(
     hosts: Hosts, start: Callable[..., Process], how: str
 ) -> None:
     first, second = start(), start()
@@ -135,7 +135,7 @@ async def test_the_next_process_shows_the_workers_and_repeats_no_restart(
     await until(lambda: second.shown == [1, 1])
 
 
-async def test_a_stopped_process_reports_no_more_when_it_goes_on(
+async def test_resumed_process_no_longer_reports(
     hosts: Hosts, start: Callable[..., Process]
 ) -> None:
     first, second = start(), start()
@@ -149,7 +149,7 @@ async def test_a_stopped_process_reports_no_more_when_it_goes_on(
     assert second.shown == [1, 1]
 
 
-async def test_a_new_host_continues_the_counts_and_shows_its_workers_once(
+async def test_new_host_continues_counts_of_old_host(
     hosts: Hosts, start: Callable[..., Process]
 ) -> None:
     processes = start(), start()
@@ -167,7 +167,7 @@ async def test_a_new_host_continues_the_counts_and_shows_its_workers_once(
         await until(lambda: total() == (1, restarts))  # noqa: B023
 
 
-async def test_a_process_that_is_instrumented_late_adds_no_gauges(
+async def test_late_instrumentation_adds_no_gauges(
     hosts: Hosts, start: Callable[..., Process]
 ) -> None:
     first = start()

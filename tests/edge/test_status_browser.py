@@ -70,7 +70,7 @@ def call(url: str, path: str) -> None:
     httpx2.post(f"{url}/call/{path}", timeout=LIMIT)
 
 
-def test_figures_change_under_load_and_a_killed_worker_is_seen_in_time(
+def test_page_updates_figures_and_shows_killed_worker(
     server: tuple[Server, str], browser: Any
 ) -> None:
     url = server[1]
@@ -113,7 +113,7 @@ def shared_servers(hosts: Hosts, serve: Callable[..., Server]) -> Iterator[list[
 
 
 @pytest.mark.parametrize("width", [1280, 375])
-def test_a_follower_shows_an_incident_and_what_it_does_not_know(
+def test_follower_marks_unknown_figures(
     shared_servers: list[str], browser: Any, width: int
 ) -> None:
     urls = shared_servers
@@ -138,7 +138,7 @@ def test_a_follower_shows_an_incident_and_what_it_does_not_know(
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_can_be_read_in_both_themes_and_a_phone_shows_the_whole_width(
+def test_page_is_readable_in_themes_and_on_phones(
     server: tuple[Server, str], browser: Any, theme: str
 ) -> None:
     url = server[1]
@@ -200,7 +200,7 @@ def test_the_keyboard_reaches_all_that_can_be_used(
     page.wait_for("#batcher-0", "77 answered")
 
 
-def test_old_figures_are_told_and_a_server_that_comes_back_is_found(
+def test_page_marks_stale_figures_and_reconnects(
     server: tuple[Server, str], serve: Callable[..., Server], browser: Any
 ) -> None:
     process, url = server

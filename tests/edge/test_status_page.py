@@ -53,7 +53,7 @@ def problems_of(report: Report) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_the_data_are_those_of_the_statistics_and_hold_no_words_of_the_model() -> None:
+def test_page_data_equal_statistics_without_model_text() -> None:
     with TestClient(status_app.app) as client:
         for name, count in (("first", 700), ("second", 1000)):
             assert client.post(f"/call/{name}/fine?count={count}").json() == count
@@ -132,7 +132,7 @@ async def test_a_problem_is_told_while_it_lasts(gate: Gate) -> None:
 @pytest.mark.anyio
 @one_loop
 @pytest.mark.slow
-async def test_a_lost_worker_is_told_with_its_end_and_a_recycled_one_is_no_problem() -> None:
+async def test_only_lost_worker_is_shown_as_problem() -> None:
     crashing = DynBatcher(Crashes, idempotent=False)
     recycling = DynBatcher(Echo, max_batches_per_worker=1)
     reports = [Report((one,)) for one in (crashing, recycling)]
@@ -153,7 +153,7 @@ async def test_a_lost_worker_is_told_with_its_end_and_a_recycled_one_is_no_probl
 @pytest.mark.anyio
 @one_loop
 @pytest.mark.slow
-async def test_a_follower_tells_what_the_shared_counts_tell(hosts: Hosts) -> None:
+async def test_follower_shows_problems_of_shared_counts(hosts: Hosts) -> None:
     """The first client of the host gets the events; the page of the second has the counts."""
     options: Any = {"shared": "test", "idempotent": False, "restart_backoff": 0.01}
     reporter, follower = (DynBatcher(Crashes, **options) for _ in "12")
@@ -216,7 +216,7 @@ def test_equal_errors_are_one_line_with_their_count() -> None:
 @pytest.mark.anyio
 @one_loop
 @pytest.mark.slow
-async def test_a_broken_batcher_says_so_without_the_words_of_its_model() -> None:
+async def test_broken_batcher_is_shown_without_model_text() -> None:
     batcher = DynBatcher(RaisesOnLoad, auto_open=False)
     report = Report((batcher,))
     await outcome(asyncio.create_task(batcher.open()))
@@ -228,7 +228,7 @@ async def test_a_broken_batcher_says_so_without_the_words_of_its_model() -> None
         await batcher.aclose()
 
 
-def test_quantiles_are_within_five_percent_and_memory_is_bounded() -> None:
+def test_quantiles_are_accurate_in_bounded_memory() -> None:
     recorder = Recorder(DynBatcher("app:Model", auto_open=False), 1)
     times = [exp(number / 1000) / 1000 for number in range(10_000)]
     for second in range(1000):
@@ -255,7 +255,7 @@ def test_quantiles_are_within_five_percent_and_memory_is_bounded() -> None:
 # --- routes ---------------------------------------------------------------------------------------
 
 
-def test_the_workers_shown_are_those_that_there_should_be() -> None:
+def test_removed_workers_are_not_shown() -> None:
     recorder = Recorder(DynBatcher("app:Model", auto_open=False), 1)
 
     def change(worker: int, change: WorkerChange, pid: int) -> None:
@@ -277,9 +277,7 @@ def test_the_workers_shown_are_those_that_there_should_be() -> None:
     assert not recorder.losses
 
 
-def test_the_page_is_one_file_that_may_load_nothing_and_its_policy_allows_just_its_own_code() -> (
-    None
-):
+def test_page_is_one_file_with_strict_policy() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app:Model", auto_open=False)
     app = FastAPI()
     app.include_router(status_router(batcher))
@@ -319,7 +317,7 @@ def test_a_page_without_batchers_is_an_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", END_SIGNALS)
-def test_an_open_page_does_not_keep_the_server_from_ending(
+def test_open_page_does_not_delay_shutdown(
     serve: Callable[..., Server], number: signal.Signals
 ) -> None:
     server = serve("status_app:app", "--no-access-log", folder=Path(__file__).parent)
@@ -355,7 +353,7 @@ async def test_the_last_stream_puts_the_signal_handlers_back() -> None:
 
 @pytest.mark.anyio
 @one_loop
-async def test_a_stream_ends_by_itself_where_no_signal_can_end_it(
+async def test_stream_ends_by_itself_without_signals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fast_batcher.fastapi.status.page.INTERVAL", 0.0)

@@ -121,7 +121,7 @@ async def test_forgotten_batchers_are_closed_at_the_end() -> None:
     assert await outcome(held) == 2 or isinstance(held.exception(), BatcherClosedError)
 
 
-async def test_a_batcher_that_was_open_before_keeps_its_workers() -> None:
+async def test_batcher_opened_before_kit_keeps_its_workers() -> None:
     with BatcherKit() as outer:
         async with DynBatcher(Echo) as first:
             with BatcherKit() as inner:

@@ -62,7 +62,7 @@ def test_a_target_limits_the_size() -> None:
     assert limited.chosen.max_batch_size < free.chosen.max_batch_size
 
 
-def test_a_rate_asks_for_workers_that_have_room() -> None:
+def test_rate_determines_the_workers() -> None:
     measurement = measured(0.010, 0.001)
     advice = advice_for(measurement, rate=2000.0, most_workers=8)
     chosen = advice.chosen
@@ -79,7 +79,7 @@ def test_the_arrivals_of_a_trace_are_used() -> None:
     assert by_size[64] < by_size[1] / 2
 
 
-def test_no_request_is_lost_in_virtual_time_below_the_capacity() -> None:
+def test_load_below_capacity_loses_no_request() -> None:
     outcome = Simulation(poisson(100.0, 5000, 1), lambda size, _: 0.005, 8, 1).run()
     assert outcome.lost == 0
     assert outcome.answered_per_second == pytest.approx(100, rel=0.05)
@@ -204,7 +204,7 @@ def test_the_command_measures_and_recommends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_loaded_is_told_in_a_line(tmp_path: Path) -> None:
+def test_load_error_is_reported_in_one_line(tmp_path: Path) -> None:
     inputs = tmp_path / "inputs.json"
     inputs.write_text("[1]")
     done = subprocess.run(

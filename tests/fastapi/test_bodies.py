@@ -73,7 +73,7 @@ def status_of(client: socket.socket) -> int:
     ],
     ids=["announces 2 GB", "without a length", "byte by byte"],
 )
-def test_a_body_is_refused_as_soon_as_it_is_too_large_or_too_slow(
+def test_body_is_rejected_at_first_excess(
     limited: str, line: str, pieces: list[bytes], status: int
 ) -> None:
     """Fault F67."""
@@ -102,9 +102,7 @@ BODIES: dict[str, tuple[bytes, dict[str, str], set[int]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
-def test_a_malformed_body_is_a_client_error_and_never_a_server_error(
-    limited: str, name: str
-) -> None:
+def test_malformed_body_is_a_client_error(limited: str, name: str) -> None:
     """Fault F67."""
     body, headers, statuses = BODIES[name]
     sent = {"Content-Type": "application/json", **headers}
@@ -116,7 +114,7 @@ def test_a_malformed_body_is_a_client_error_and_never_a_server_error(
 
 
 @pytest.mark.slow
-def test_a_thousand_slow_clients_do_not_keep_others_waiting(limited: str) -> None:
+def test_thousand_slow_clients_block_no_other(limited: str) -> None:
     """Fault F68."""
     clients = [connect(limited) for _ in range(1000)]
     try:
@@ -134,7 +132,7 @@ def test_a_thousand_slow_clients_do_not_keep_others_waiting(limited: str) -> Non
 
 
 @needs_body_limit
-def test_the_limit_of_bytes_is_fastapis_and_that_of_time_leaves_bodies_as_they_are() -> None:
+def test_body_limits_leave_body_unchanged() -> None:
     app = FastAPI(max_body_size=100)
     app.add_middleware(LimitBody)
 
@@ -186,7 +184,7 @@ def assert_serves(url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/bytes", "/array"])
-def test_a_body_that_announces_too_much_is_refused_unread(url: str, path: str) -> None:
+def test_too_large_content_length_is_rejected_unread(url: str, path: str) -> None:
     with connect(url) as client:
         client.sendall(head(path, f"Content-Length: {2**40}", "Expect: 100-continue"))
         status, text = answer_of(client)
@@ -199,9 +197,7 @@ def test_a_body_that_announces_too_much_is_refused_unread(url: str, path: str) -
 @pytest.mark.parametrize(
     ("path", "most", "wanted"), [("/bytes", MAX_BYTES, 413), ("/array", ARRAY.nbytes, 422)]
 )
-def test_a_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long(
-    url: str, path: str, most: int, wanted: int
-) -> None:
+def test_body_of_unknown_length_is_limited(url: str, path: str, most: int, wanted: int) -> None:
     with connect(url) as client:
         client.sendall(head(path, "Transfer-Encoding: chunked"))
         for _ in range(10):
@@ -218,7 +214,7 @@ def test_a_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long(
 @pytest.mark.parametrize(
     "length", ["-1", "1e3", "abc", "0x10", "9" * 30, "9" * 5000, "1, 2", "\xb2"]
 )
-def test_an_absurd_length_is_the_clients_error_and_never_the_servers(url: str, length: str) -> None:
+def test_absurd_content_length_is_a_client_error(url: str, length: str) -> None:
     with connect(url) as client:
         client.sendall(f"POST /bytes HTTP/1.1\r\nHost: test\r\nContent-Length: {length}".encode())
         client.sendall(b"\r\n\r\n")
@@ -227,7 +223,7 @@ def test_an_absurd_length_is_the_clients_error_and_never_the_servers(url: str, l
 
 
 @pytest.mark.slow
-def test_a_wrong_length_names_both_lengths_and_is_refused_unread_if_announced(url: str) -> None:
+def test_length_error_names_both_lengths(url: str) -> None:
     with connect(url) as client:
         client.sendall(head("/array", "Content-Length: 239999"))
         status, text = answer_of(client)
@@ -248,7 +244,7 @@ def test_a_wrong_length_names_both_lengths_and_is_refused_unread_if_announced(ur
 
 
 @pytest.mark.slow
-def test_a_body_can_be_read_before_the_disconnect_is_waited_for(url: str, gate: Gate) -> None:
+def test_body_is_read_before_disconnect_is_awaited(url: str, gate: Gate) -> None:
     port = str(gate.port).encode()
     with connect(url) as client:
         client.sendall(head("/pass", f"Content-Length: {len(port)}"))
@@ -262,7 +258,7 @@ def test_a_body_can_be_read_before_the_disconnect_is_waited_for(url: str, gate: 
 
 
 @pytest.mark.slow
-def test_nothing_of_all_this_is_in_the_servers_log(serve: Callable[..., Server]) -> None:
+def test_body_errors_are_not_in_server_log(serve: Callable[..., Server]) -> None:
     server = serve("apps.bodies:app", "--no-access-log")
     url = server.url()
     with connect(url) as client:
@@ -303,7 +299,7 @@ def read_as_array(sent: Sent, shape: Any, dtype: Any, **options: Any) -> Any:
     return asyncio.run(read_array(sent.request, shape, dtype, **options))
 
 
-def test_what_is_beyond_the_limit_is_not_asked_for() -> None:
+def test_bytes_beyond_limit_are_not_read() -> None:
     sent = Sent(*[bytes(10)] * 100)
     with pytest.raises(BodyError, match="larger than 25 bytes") as caught:
         read_as_bytes(sent, 25)
@@ -316,7 +312,7 @@ def test_what_is_beyond_the_limit_is_not_asked_for() -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", ">f4", "complex128", "bool", "M8[s]", "S3"])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 0, 3), (2, 3, 4)])
-def test_arrays_of_every_kind_are_what_was_sent(shape: tuple[int, ...], dtype: str) -> None:
+def test_arrays_of_every_kind_arrive_unchanged(shape: tuple[int, ...], dtype: str) -> None:
     count = int(np.prod(shape, dtype=int))
     data = bytes(one % 2 for one in range(count * np.dtype(dtype).itemsize))
     found = read_as_array(Sent(data[:7], data[7:]), shape, dtype)
@@ -342,9 +338,7 @@ async def test_a_body_arrives_where_the_workers_see_it() -> None:
     ("shape", "length", "status"),
     [(-1, None, 411), ((5, -1), "24", 422), ((0, -1), "0", 422), (-1, "31", 413)],
 )
-def test_a_size_that_cannot_be_found_is_refused_unread(
-    shape: Any, length: str | None, status: int
-) -> None:
+def test_unknown_size_is_rejected_unread(shape: Any, length: str | None, status: int) -> None:
     sent = Sent(bytes(24), length=length)
     with pytest.raises(BodyError) as caught:
         read_as_array(sent, shape, "u1", max_bytes=30)
@@ -373,7 +367,7 @@ def test_a_size_that_cannot_be_found_is_refused_unread(
         (2, {"names": ["a"], "formats": ["f4"], "itemsize": 10**30}),
     ],
 )
-def test_what_is_no_array_of_numbers_is_refused(shape: Any, dtype: Any) -> None:
+def test_invalid_shape_or_dtype_is_rejected(shape: Any, dtype: Any) -> None:
     with pytest.raises(ConfigurationError, match="read_array"):
         read_as_array(Sent(b""), shape, dtype)
 
@@ -426,7 +420,7 @@ def test_a_refusal_has_the_body_of_all_errors() -> None:
     assert body == {"detail": "the body is larger than 100 bytes", "code": "request_too_large"}
 
 
-def test_without_our_handlers_a_refusal_is_an_http_exception_for_the_apps_own() -> None:
+def test_rejection_without_handlers_is_an_http_exception() -> None:
     app = FastAPI()
     response = make_client(app).post("/length", content=bytes(101))
     assert response.status_code == 413

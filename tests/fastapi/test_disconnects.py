@@ -115,7 +115,7 @@ def test_no_body_outlives_a_client_that_has_gone(
     asyncio.run(serve())
 
 
-def test_the_timer_of_all_requests_keeps_no_context_alive() -> None:
+def test_shared_timer_keeps_no_context_alive() -> None:
     class Value:
         pass
 

@@ -33,14 +33,14 @@ def test_tensors_are_written_as_arrays(dtype: torch.dtype) -> None:
     assert json.loads(to_json([tensor, tensor.detach()[1]])) == [tensor.tolist(), tensor[1].item()]
 
 
-def test_what_json_has_no_number_for_is_null() -> None:
+def test_nan_and_infinity_become_null() -> None:
     assert to_json(np.array([np.nan, np.inf, 1.0], "f4")) == b"[null,null,1.0]"
 
 
 @pytest.mark.parametrize(
     "value", [object(), {"a": 1j}, np.array([1j]), np.ones(2, ">f4"), [{1, 2}]]
 )
-def test_what_is_no_json_is_an_error(value: Any) -> None:
+def test_unserializable_value_is_an_error(value: Any) -> None:
     with pytest.raises(TypeError):
         to_json(value)
 
@@ -48,7 +48,7 @@ def test_what_is_no_json_is_an_error(value: Any) -> None:
 @pytest.mark.parametrize(
     "numbers", [[1, 2.5], np.array([1, 2.5]), torch.tensor([1, 2.5]).bfloat16()]
 )
-def test_base64_is_float32_with_the_least_significant_byte_first(numbers: Any) -> None:
+def test_base64_is_little_endian_float32(numbers: Any) -> None:
     assert base64.b64decode(to_base64(numbers)) == b"\0\0\x80?\0\0 @"
 
 
@@ -56,7 +56,7 @@ def test_base64_is_float32_with_the_least_significant_byte_first(numbers: Any) -
     "numbers",
     [[1j], np.ones(1, "M8[s]"), np.ones(1, "m8[s]"), ["1"], [None], torch.ones(1) * 1j],
 )
-def test_base64_refuses_what_is_no_real_number(numbers: Any) -> None:
+def test_base64_rejects_non_real_dtypes(numbers: Any) -> None:
     with pytest.raises(TypeError, match="give real numbers"):
         to_base64(numbers)
 
@@ -69,7 +69,7 @@ class Answer(BaseModel):
     row: list[float]
 
 
-def test_the_response_is_sent_as_it_is_and_documented_as_declared() -> None:
+def test_response_is_sent_unchanged_and_documented() -> None:
     app = FastAPI()
 
     @app.post("/row", response_model=Answer)

@@ -125,7 +125,7 @@ def test_each_error_has_its_answer(
     assert body == {"detail": detail, "code": code}
 
 
-def test_the_table_has_every_class_of_the_error_tree() -> None:
+def test_status_table_has_every_error_class() -> None:
     tree = {
         kind
         for kind in vars(errors).values()
@@ -137,7 +137,7 @@ def test_the_table_has_every_class_of_the_error_tree() -> None:
     assert {type(row[0]) for row in TABLE} == tree
 
 
-def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None:
+def test_queue_full_status_changes_only_queue_full_errors() -> None:
     """A class of the user has the answer of the most derived class with a row."""
 
     class CacheFullError(errors.QueueFullError):
@@ -151,7 +151,7 @@ def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None
         install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
 
 
-def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> None:
+def test_installing_handlers_after_start_is_rejected() -> None:
     app = make_raising_app(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):  # which is not ours
         TestClient(app).get("/")
@@ -179,9 +179,7 @@ def make_timeout_app(timeout: float | None = 30.0, **options: Any) -> TestClient
     ("value", "timeout"),
     [("0.25", 0.25), ("2", 2.0), ("1e-3", 0.001), ("30", None), ("29.999", 29.999), ("31", None)],
 )
-def test_a_header_shortens_a_deadline_and_never_lengthens_it(
-    value: str, timeout: float | None
-) -> None:
+def test_header_can_only_shorten_a_deadline(value: str, timeout: float | None) -> None:
     headers = {"X-Request-Timeout": value}
     response = make_timeout_app().get("/", headers=headers)
     assert (response.status_code, response.json()) == (200, timeout)
@@ -220,7 +218,7 @@ def failed_inference() -> errors.InferenceError:
     return errors.from_model(ValueError("canary"), "ValueError: canary", "in infer: canary")
 
 
-def test_a_500_is_logged_once_with_its_id_and_traceback_and_its_body_shows_neither(
+def test_server_error_is_logged_with_its_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -274,7 +272,7 @@ def raising_client() -> Iterator[TestClient]:
         yield client
 
 
-def test_what_the_model_raises_is_a_500_but_for_an_http_exception(
+def test_model_errors_are_500_except_http_exceptions(
     raising_client: TestClient,
 ) -> None:
     response = raising_client.get("/infer/value")
@@ -316,7 +314,7 @@ def test_the_apps_own_handlers_are_used(raising_client: TestClient) -> None:
         (Exception, errors.from_model(ValueError("x"), "", ""), 500),
     ],
 )
-def test_the_apps_handlers_are_for_what_the_model_raised_alone(
+def test_app_handlers_apply_only_to_model_errors(
     handled: type[Exception], error: Exception, status: int
 ) -> None:
     app = make_raising_app(error)
@@ -340,7 +338,7 @@ def test_the_apps_handlers_are_for_what_the_model_raised_alone(
         (errors.InferenceError("canary"), 1011, "inference_failed"),
     ],
 )
-def test_an_open_websocket_is_closed_with_a_code_and_a_reason(
+def test_open_websocket_is_closed_with_code_and_reason(
     error: Exception, close_code: int, code: str
 ) -> None:
     with TestClient(make_raising_app(error)).websocket_connect("/open") as session:
@@ -352,7 +350,7 @@ def test_an_open_websocket_is_closed_with_a_code_and_a_reason(
         assert ERROR_ID.fullmatch(error_id)
 
 
-def test_a_websocket_that_is_not_accepted_yet_gets_the_http_answer() -> None:
+def test_unaccepted_websocket_gets_the_http_answer() -> None:
     app = make_raising_app(errors.NotReadyError("starting"))
     client = TestClient(app)
     with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect("/unaccepted"):
@@ -371,7 +369,7 @@ def test_a_websocket_that_is_not_accepted_yet_gets_the_http_answer() -> None:
     assert closed.value.code == 1013
 
 
-def test_an_error_after_the_websocket_was_closed_changes_nothing() -> None:
+def test_error_after_websocket_close_changes_nothing() -> None:
     client = TestClient(make_raising_app(errors.InferenceError("x")))
     with client.websocket_connect("/closed") as session:
         with pytest.raises(WebSocketDisconnect) as closed:
@@ -405,7 +403,7 @@ class Diary:
         return lifespan
 
 
-def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
+def test_combined_lifespans_exit_in_reverse() -> None:
     diary = Diary()
     combined = combine_lifespans(
         diary.lifespan("a", {"db": 1, "who": "a"}),
@@ -425,7 +423,7 @@ def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_load_closes_the_batchers_before_it() -> None:
+def test_failed_start_closes_earlier_batchers() -> None:
     """Fault F56."""
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
     app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan))
@@ -466,7 +464,7 @@ class Shouting:
 
 
 @pytest.mark.slow
-def test_the_dependency_serves_routes_and_websockets_whose_clients_may_leave() -> None:
+def test_dependency_serves_routes_and_websockets() -> None:
     batcher = DynBatcher(Echo)
     app, _ = make_echo_app(batcher, lifespan=batcher.lifespan, dependencies=[cancel_on_disconnect])
     left = threading.Event()
@@ -488,7 +486,7 @@ def test_the_dependency_serves_routes_and_websockets_whose_clients_may_leave() -
         assert client.get("/echo/hello").json() == "hello"
 
 
-def test_the_dependency_can_be_overridden_and_does_not_show_in_openapi() -> None:
+def test_dependency_is_overridable_and_hidden_from_openapi() -> None:
     app, get_echo = make_echo_app(DynBatcher(Echo, auto_open=False))
     (path,) = app.openapi()["paths"].values()  # the health routes are hidden
     assert [parameter["name"] for parameter in path["get"]["parameters"]] == ["text"]
@@ -507,7 +505,7 @@ def test_the_dependency_can_be_overridden_and_does_not_show_in_openapi() -> None
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("auto_open", [True, False])
-async def test_without_a_lifespan_the_first_request_opens_the_batcher_or_its_answer_names_one(
+async def test_first_request_without_lifespan_opens_batcher(
     auto_open: bool,
 ) -> None:
     batcher = DynBatcher(Echo, auto_open=auto_open)
@@ -551,9 +549,7 @@ def test_openapi_shows_exactly_the_statuses_that_were_named() -> None:
 
 
 @pytest.mark.slow
-def test_health_follows_a_batcher_from_loading_to_ready_to_draining(
-    gate: Gate, thread: ThreadPoolExecutor
-) -> None:
+def test_health_follows_state_of_batcher(gate: Gate, thread: ThreadPoolExecutor) -> None:
     batcher = DynBatcher(Gated, model_args=(gate.port,), name="embedder")
     app = FastAPI(lifespan=batcher.lifespan(wait_ready=False))
     install_exception_handlers(app)
@@ -609,7 +605,7 @@ def ask_until_status(client: TestClient, path: str, status: int) -> Any:
 
 
 @pytest.mark.slow
-def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after_a_while() -> None:
+def test_probes_report_failed_load_in_one_line() -> None:
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
     app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan(wait_ready=False)))
     install_exception_handlers(app)
@@ -642,7 +638,7 @@ def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after
 
 
 @pytest.mark.slow
-def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batcher(
+def test_livez_fails_and_recovers_with_the_batcher(
     gate: Gate,
 ) -> None:
     batcher = DynBatcher(
@@ -667,7 +663,7 @@ def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batche
         assert ask_until_status(client, "/livez", 200) == {"status": "alive"}
 
 
-def test_a_health_router_is_in_openapi_on_demand_and_refused_if_it_can_never_fail() -> None:
+def test_health_router_options_are_checked() -> None:
     app = FastAPI()
     app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
     assert set(app.openapi()["paths"]) == {"/livez", "/readyz"}
@@ -699,7 +695,7 @@ def test_uvicorn_stops_with_a_readable_message(app: str, error: str, cause: str)
 
 
 @pytest.mark.slow
-def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
+def test_uvicorn_logs_each_failure_once(
     serve: Callable[..., Server],
 ) -> None:
     server = serve("apps.failing:app")
@@ -738,7 +734,7 @@ def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
         pytest.param("json_disconnect:app", marks=needs_included_routers),
     ],
 )
-def test_clients_that_go_away_are_forgotten_queued_or_running(
+def test_requests_of_disconnected_clients_are_removed(
     serve: Callable[..., Server], gate: Gate, app: str
 ) -> None:
     """Faults F43 and F44."""

@@ -94,7 +94,7 @@ def send(app: FastAPI, content: bytes, path: str = "/predict", **headers: str) -
 @pytest.mark.parametrize(
     "kind", ["application/json", "Application/JSON ; charset=utf-8", "application/x+json"]
 )
-def test_a_valid_body_gets_the_answer_of_an_ordinary_endpoint(content: bytes, kind: str) -> None:
+def test_valid_body_gets_the_usual_answer(content: bytes, kind: str) -> None:
     by_json, by_fastapi = (
         send(make_app(add), content, **{"content-type": kind}) for add in (add_json, add_plain)
     )
@@ -106,19 +106,19 @@ def test_a_valid_body_gets_the_answer_of_an_ordinary_endpoint(content: bytes, ki
     "content",
     [b'{"text": 5}', b'{"number": NaN, "text": "a"}', b'{"number": "x"}'],
 )
-def test_an_invalid_body_is_described_as_by_an_ordinary_endpoint(content: bytes) -> None:
+def test_invalid_body_gets_the_usual_error(content: bytes) -> None:
     by_json, by_fastapi = (send(make_app(add), content) for add in (add_json, add_plain))
     assert (by_json.status_code, by_json.json()) == (by_fastapi.status_code, by_fastapi.json())
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"null", b'"text"'])
-def test_a_body_of_another_kind_is_a_422_at_the_body(content: bytes) -> None:
+def test_body_of_wrong_type_is_422(content: bytes) -> None:
     found = send(make_app(add_json), content)
     assert (found.status_code, found.json()["detail"][0]["loc"]) == (422, ["body"])
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"text": "\xff"}'])
-def test_a_body_that_is_no_json_is_a_422_that_does_not_repeat_it(content: bytes) -> None:
+def test_invalid_json_is_422_without_the_input(content: bytes) -> None:
     found = send(make_app(add_json), content)
     assert found.status_code == 422
     (one,) = found.json()["detail"]
@@ -126,17 +126,17 @@ def test_a_body_that_is_no_json_is_a_422_that_does_not_repeat_it(content: bytes)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "", "application/x-www-form-urlencoded"])
-def test_a_body_that_another_site_could_send_is_refused(kind: str) -> None:
+def test_cross_site_body_is_rejected(kind: str) -> None:
     found = send(make_app(add_json), b'{"text": "a"}', **{"content-type": kind})
     assert (found.status_code, found.json()["detail"][:21]) == (415, "the body must be JSON")
 
 
-def test_a_result_of_another_type_is_an_error_and_not_sent() -> None:
+def test_result_of_wrong_type_is_not_sent() -> None:
     found = send(make_app(add_json), b'{"text": "a"}', "/wrong")
     assert (found.status_code, found.text) == (500, "Internal Server Error")
 
 
-def test_middlewares_and_the_limit_on_bodies_see_every_request() -> None:
+def test_middlewares_and_body_limits_apply() -> None:
     app = make_app(add_json, max_body_size=30)
 
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Any]]) -> Any:
@@ -217,7 +217,7 @@ def plain_mount(app: FastAPI) -> None:
     [guarded_app, guarded_inclusion, guarded_router, guarded_second_route, plain_mount],
     ids=lambda build: build.__name__,
 )
-def test_no_request_passes_a_guard_and_the_error_names_the_remedy(
+def test_endpoint_with_dependencies_is_rejected_with_remedy(
     build: Callable[[FastAPI], None],
 ) -> None:
     app = FastAPI()
@@ -324,8 +324,6 @@ def plain(body: Item) -> Answer: ...  # type: ignore[empty-body]
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_an_endpoint_that_asks_for_more_is_an_error_when_it_is_made(
-    function: Any, message: str
-) -> None:
+def test_unsupported_parameters_are_rejected_at_construction(function: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         JsonEndpoint(function)

@@ -43,7 +43,7 @@ def end_quietly(server: Server) -> None:
     assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
 
 
-def test_readiness_ends_with_the_signal_and_what_runs_is_answered(
+def test_readiness_ends_at_signal_and_requests_finish(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
     """Fault F41."""
@@ -99,7 +99,7 @@ def test_signal_while_the_model_loads_ends_the_server(
     assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
 
 
-def test_the_first_ctrl_c_drains_and_the_second_ends(
+def test_first_ctrl_c_drains_and_second_ends(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
     """Fault F42."""
@@ -123,7 +123,7 @@ def test_the_first_ctrl_c_drains_and_the_second_ends(
     assert not re.search(r"fast_batcher\.errors|Exception ignored|leaked", server.output)
 
 
-def test_sigterm_to_the_group_leaves_the_worker_to_answer_what_was_accepted(
+def test_worker_answers_accepted_requests_after_group_sigterm(
     serve: Callable[..., Server], gate: Gate
 ) -> None:
     """As systemd sends it by default: to the server and to the worker, whose model loads once."""
@@ -176,7 +176,7 @@ def test_reloading_leaves_the_number_of_workers_unchanged(
     ],
     ids=["uvicorn", "gunicorn, preloaded"],
 )
-def test_each_process_of_a_server_has_a_batcher_of_its_own(
+def test_each_server_process_has_its_own_batcher(
     serve: Callable[..., Server], command: list[str], count: int
 ) -> None:
     """Faults F49 and F57: preloaded, it is constructed before the fork and opened after it."""
@@ -257,7 +257,7 @@ def test_sigterm_loses_nothing_that_was_accepted(
     assert_nothing_was_lost(server, clients)
 
 
-def test_nothing_of_hypercorn_is_left_when_sigterm_reaches_its_group(
+def test_group_sigterm_leaves_nothing_of_hypercorn(
     serve: Callable[..., Server], load: Callable[[str], Load]
 ) -> None:
     """Its server processes handle no SIGTERM, so they end at once and their connections close.

@@ -69,7 +69,7 @@ def end(server: Server, clients: Load, hosts: Hosts, number: int, *, is_group: b
         pytest.param(GRANIAN, id="granian"),
     ],
 )
-def test_the_processes_of_a_server_share_one_model_and_nothing_is_left_of_them(
+def test_server_processes_share_one_model(
     serve: Serve,
     load: Callable[[str], Load],
     hosts: Hosts,
@@ -87,7 +87,7 @@ def test_the_processes_of_a_server_share_one_model_and_nothing_is_left_of_them(
     "command",
     [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
 )
-def test_answers_are_right_while_the_processes_are_replaced_after_hup(
+def test_answers_are_right_during_sighup_replacement(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
 ) -> None:
     server, clients = start(serve, load, command)
@@ -111,7 +111,7 @@ def test_answers_are_right_while_gunicorn_recycles_its_processes(
     "command",
     [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
 )
-def test_a_killed_process_is_replaced_and_the_model_stays_loaded(
+def test_model_survives_death_of_server_process(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
 ) -> None:
     """First the process that has started the host."""
@@ -136,7 +136,7 @@ def test_a_killed_host_is_replaced_under_load(
     assert len(hosts.hosts()) == 2, server.output
 
 
-def test_nothing_is_left_when_all_processes_of_a_server_are_killed(
+def test_killed_server_leaves_no_process_behind(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts
 ) -> None:
     server, clients = start(serve, load, UVICORN)
@@ -152,7 +152,7 @@ def test_nothing_is_left_when_all_processes_of_a_server_are_killed(
     "command",
     [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
 )
-def test_a_model_that_does_not_load_ends_the_processes_with_its_error(
+def test_failed_load_ends_server_processes(
     serve: Serve, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setenv("MODEL", "models.sharing:DoesNotLoad")

@@ -1,4 +1,4 @@
-"""What was in time stays in time when somebody has blocked the event loop, or is being copied."""
+"""Deadlines under a blocked event loop, and during the copy of an answer."""
 
 import asyncio
 import select
@@ -48,7 +48,7 @@ def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerHandle]:
 
 @pytest.fixture(params=["timer", "pump"])
 def next_thing(request: pytest.FixtureRequest) -> Any:
-    """What the loop does first when it runs again, besides reading: depends on the loop."""
+    """Order of timers and reads after a blocked loop; it depends on the loop."""
     return request.param
 
 
@@ -63,7 +63,7 @@ ANSWERS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("settings", [{"timeout": IN_TIME}, {"infer_timeout": IN_TIME}])
 @pytest.mark.parametrize("answer", ANSWERS)
-async def test_an_answer_that_came_while_the_loop_was_blocked_is_delivered(
+async def test_answer_during_blocked_loop_is_delivered(
     settings: Any, answer: str, next_thing: str
 ) -> None:
     size, shared = ANSWERS[answer]
@@ -81,9 +81,7 @@ async def test_an_answer_that_came_while_the_loop_was_blocked_is_delivered(
         assert_balance(batcher)
 
 
-async def test_what_no_worker_has_answered_expires_all_the_same(
-    next_thing: str, gate: Gate
-) -> None:
+async def test_unanswered_request_expires_after_blocked_loop(next_thing: str, gate: Gate) -> None:
     settings: dict[str, Any] = {"num_workers": 2, "timeout": IN_TIME}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
         answered, late = call(batcher, "in time"), call(batcher, "late")
@@ -105,7 +103,7 @@ async def test_what_no_worker_has_answered_expires_all_the_same(
         assert_balance(batcher)
 
 
-async def test_an_answer_does_not_expire_while_it_is_copied_out_of_shared_memory() -> None:
+async def test_answer_does_not_expire_during_copy() -> None:
     async with DynBatcher(Grows, timeout=IN_TIME) as batcher:
         with copier_held(batcher):
             copied = call(batcher, 2 * MOST_AT_ONCE)
@@ -123,7 +121,7 @@ async def test_an_answer_does_not_expire_while_it_is_copied_out_of_shared_memory
 
 
 @one_loop
-async def test_a_worker_that_was_ready_in_time_is_kept_though_the_loop_was_blocked(
+async def test_worker_ready_during_blocked_loop_is_kept(
     gate: Gate,
 ) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), start_timeout=STARTS_IN_TIME)
@@ -136,7 +134,7 @@ async def test_a_worker_that_was_ready_in_time_is_kept_though_the_loop_was_block
 
 
 @pytest.mark.parametrize("max_shared_bytes", [0, 100 * MEBI])
-async def test_a_large_input_that_a_blocked_loop_has_not_sent_replaces_no_worker(
+async def test_unsent_large_input_replaces_no_worker(
     max_shared_bytes: int,
 ) -> None:
     large = b"x" * (30 * MEBI)
@@ -153,7 +151,7 @@ async def test_a_large_input_that_a_blocked_loop_has_not_sent_replaces_no_worker
 
 
 @one_loop
-async def test_a_worker_has_its_time_to_load_from_when_a_blocked_loop_lets_it_begin() -> None:
+async def test_load_time_starts_after_blocked_loop() -> None:
     batcher = DynBatcher(Echo, start_timeout=STARTS_IN_TIME)
     await batcher.open(wait_ready=False)
     time.sleep(1.1 * STARTS_IN_TIME)

@@ -57,7 +57,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("way", CRASHES)
-async def test_the_callers_are_told_how_their_worker_ended_and_the_others_are_served(
+async def test_callers_learn_how_their_worker_ended(
     way: str,
 ) -> None:
     """Faults F06, F07 and F08."""
@@ -74,7 +74,7 @@ async def test_the_callers_are_told_how_their_worker_ended_and_the_others_are_se
         assert (stats.failed, stats.completed, stats.restarts) == (4, 2, 1)
 
 
-async def test_the_batch_behind_a_fatal_one_and_the_queue_are_kept(gate: Gate) -> None:
+async def test_batch_behind_fatal_batch_is_kept(gate: Gate) -> None:
     async with DynBatcher(Holds, 2, model_args=(gate.path,), idempotent=False) as batcher:
         running = [call(batcher, "hold"), call(batcher, 0)]
         visit = await gate.visit()
@@ -91,7 +91,7 @@ async def test_the_batch_behind_a_fatal_one_and_the_queue_are_kept(gate: Gate) -
         assert await outcome(waiting) == "waiting"
 
 
-async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_alone() -> None:
+async def test_death_during_large_answer_fails_one_batch() -> None:
     """Fault F04."""
     async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
@@ -107,7 +107,7 @@ async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_
         assert_balance(batcher)
 
 
-async def test_a_death_that_may_be_out_of_memory_is_followed_by_smaller_batches() -> None:
+async def test_possible_out_of_memory_death_reduces_batch_size() -> None:
     """Fault F09."""
     async with DynBatcher(CrashesAbove, 8, model_args=(4,)) as batcher:
         calls = [call(batcher, number) for number in range(8)]
@@ -121,7 +121,7 @@ async def test_a_death_that_may_be_out_of_memory_is_followed_by_smaller_batches(
 
 
 @pytest.mark.parametrize("way", ["killed", "abort"])
-async def test_a_poisonous_request_fails_after_two_deaths_and_its_mates_are_answered(
+async def test_poisonous_request_fails_alone_after_two_deaths(
     way: str,
 ) -> None:
     """Fault F15."""
@@ -139,7 +139,7 @@ async def test_a_poisonous_request_fails_after_two_deaths_and_its_mates_are_answ
         assert (batcher.stats.restarts, assert_balance(batcher).failed) == (2, 1)
 
 
-async def test_the_requests_of_a_killed_worker_are_answered_by_another_at_once(
+async def test_another_worker_answers_requests_of_killed_worker(
     gate: Gate,
 ) -> None:
     """Fault F02: the other worker need not wait for the replacement, which never loads."""
@@ -155,7 +155,7 @@ async def test_the_requests_of_a_killed_worker_are_answered_by_another_at_once(
         assert batcher.stats.releases["retry"] == 3
 
 
-async def test_a_request_waits_for_the_replacement_until_its_deadline(gate: Gate) -> None:
+async def test_request_waits_for_replacement_until_deadline(gate: Gate) -> None:
     """Fault F02."""
     settings: dict[str, Any] = {"restart_backoff": 1000.0}
     async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
@@ -194,7 +194,7 @@ async def test_many_poisonous_requests_fail_no_other_request() -> None:
 # --- the budget of restarts -----------------------------------------------------------------------
 
 
-async def test_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
+async def test_constantly_dying_worker_breaks_the_batcher() -> None:
     """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 2, "restart_backoff": 0.01, "idempotent": False}
     async with DynBatcher(Crashes, restart_window=LIMIT, **settings) as batcher:
@@ -217,7 +217,7 @@ async def test_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
         await batcher.process_batched("fine")
 
 
-async def test_waiting_requests_fail_when_the_restart_budget_is_spent(gate: Gate) -> None:
+async def test_spent_restart_budget_fails_waiting_requests(gate: Gate) -> None:
     """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 0, "idempotent": False}
     async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
@@ -231,7 +231,7 @@ async def test_waiting_requests_fail_when_the_restart_budget_is_spent(gate: Gate
         assert assert_balance(batcher).failed == 2
 
 
-async def test_a_broken_batcher_comes_back_by_itself_after_the_window() -> None:
+async def test_broken_batcher_recovers_after_the_window() -> None:
     """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 0, "restart_window": 0.2, "idempotent": False}
     async with DynBatcher(Crashes, **settings) as batcher:
@@ -242,7 +242,7 @@ async def test_a_broken_batcher_comes_back_by_itself_after_the_window() -> None:
         assert batcher.state == "open"
 
 
-async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
+async def test_calls_in_turn_of_last_restart_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault F11: they come in the moment between the news and the next turn of the loop."""
@@ -270,7 +270,7 @@ async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
         assert batcher.stats.waiting == 0
 
 
-async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) -> None:
+async def test_other_worker_serves_after_one_gave_up(tmp_path: Path) -> None:
     """Fault F14."""
     needed = tmp_path / "weights"
     needed.touch()
@@ -287,7 +287,7 @@ async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) ->
         assert isinstance(await outcome(call(batcher, "fine")), NotReadyError)
 
 
-async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
+async def test_returned_worker_serves_after_neighbour_gives_up(tmp_path: Path) -> None:
     """Fault F14: it is back after the window, and serves on when its neighbour is given up."""
     needed = tmp_path / "weights"
     needed.touch()
@@ -309,7 +309,7 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         assert await batcher.process_batched("fine") == "fine"
 
 
-async def test_a_timeout_that_a_model_raises_too_late_is_not_taken_for_the_end_of_the_parent(
+async def test_late_model_timeout_ends_worker_with_traceback(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends the worker, which says why."""

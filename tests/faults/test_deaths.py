@@ -132,7 +132,7 @@ async def test_a_host_killed_while_idle_is_replaced(
         assert await host_of(batcher) != host
 
 
-async def test_requests_of_a_killed_host_are_sent_once_more_and_answered_late(
+async def test_requests_of_killed_host_are_retried(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     """And two clients of one host never get each other's answers."""
@@ -150,7 +150,7 @@ async def test_requests_of_a_killed_host_are_sent_once_more_and_answered_late(
         assert hosts.loads() == 2
 
 
-async def test_a_request_with_which_two_hosts_have_died_is_poison_and_others_go_on(
+async def test_request_is_poison_after_two_host_deaths(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     async with make() as batcher:
@@ -165,7 +165,7 @@ async def test_a_request_with_which_two_hosts_have_died_is_poison_and_others_go_
         assert await outcome(late) == 14
 
 
-async def test_requests_that_are_not_idempotent_are_lost_with_their_host(
+async def test_non_idempotent_requests_die_with_host(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     async with make(idempotent=False) as batcher:
@@ -177,7 +177,7 @@ async def test_requests_that_are_not_idempotent_are_lost_with_their_host(
         assert await batcher.process_batched(1) == 2
 
 
-async def test_a_host_killed_while_its_model_loads_is_replaced(
+async def test_host_killed_during_load_is_replaced(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     batcher = make(holds_load=True)
@@ -191,7 +191,7 @@ async def test_a_host_killed_while_its_model_loads_is_replaced(
     await batcher.aclose()
 
 
-async def test_a_client_that_closes_returns_if_the_host_is_killed_while_it_ends(
+async def test_closing_client_returns_if_host_is_killed(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     batcher = make(drain_timeout=0.0, stop_timeout=LIMIT)
@@ -207,7 +207,7 @@ async def test_a_client_that_closes_returns_if_the_host_is_killed_while_it_ends(
         pass
 
 
-async def test_a_host_that_dies_again_and_again_is_told_at_once_and_recovers(
+async def test_repeatedly_dying_host_fails_calls_and_recovers(
     make: Callable[..., Batcher], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with make(max_restarts=2, restart_window=2 * SOON) as batcher:
@@ -230,7 +230,7 @@ async def test_a_host_that_dies_again_and_again_is_told_at_once_and_recovers(
 # --- the host does not start ----------------------------------------------------------------------
 
 
-async def test_each_client_is_told_why_a_host_cannot_start(
+async def test_start_error_of_host_reaches_each_client(
     make: Callable[..., Batcher], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "none")
@@ -258,7 +258,7 @@ def held_hosts(gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host
 
 
 @pytest.mark.usefixtures("held_hosts")
-async def test_a_host_killed_before_it_accepts_fails_its_starter_and_the_others_start_another(
+async def test_host_killed_before_accepting_fails_its_starter(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     starter, other = make(), make()
@@ -276,7 +276,7 @@ async def test_a_host_killed_before_it_accepts_fails_its_starter_and_the_others_
 
 
 @pytest.mark.usefixtures("held_hosts")
-async def test_a_client_that_vanishes_before_it_is_accepted_harms_nobody(
+async def test_client_lost_before_accept_affects_no_other(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
@@ -292,7 +292,7 @@ async def test_a_client_that_vanishes_before_it_is_accepted_harms_nobody(
 
 @pytest.mark.usefixtures("held_hosts")
 @pytest.mark.parametrize("way", ["aclose", "stop"])
-async def test_a_batcher_that_is_closed_before_its_host_accepts_ends_the_host(
+async def test_closing_before_host_accepts_ends_host(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate, way: str
 ) -> None:
     batcher = make()
@@ -312,7 +312,7 @@ async def test_a_batcher_that_is_closed_before_its_host_accepts_ends_the_host(
 
 
 @pytest.mark.usefixtures("held_hosts")
-async def test_a_host_that_does_not_accept_in_time_is_killed_by_its_starter(
+async def test_starter_kills_host_that_does_not_accept(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batcher = make(start_timeout=SOON)
@@ -327,7 +327,7 @@ async def test_a_host_that_does_not_accept_in_time_is_killed_by_its_starter(
         pass
 
 
-async def test_a_model_that_does_not_load_is_told_to_every_client_and_no_host_is_left(
+async def test_failed_load_reaches_every_client(
     hosts: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a waiting caller, too: nothing starts another host until it is opened again."""
@@ -351,9 +351,7 @@ async def test_a_model_that_does_not_load_is_told_to_every_client_and_no_host_is
 # --- the host, or a client, is stopped ------------------------------------------------------------
 
 
-async def test_calls_of_a_stopped_host_expire_and_it_is_replaced(
-    make: Callable[..., Batcher], hosts: Hosts
-) -> None:
+async def test_stopped_host_is_replaced(make: Callable[..., Batcher], hosts: Hosts) -> None:
     async with make() as batcher:
         host = await host_of(batcher)
         (hosts.notes / f"killed.{host}").touch()
@@ -368,7 +366,7 @@ async def test_calls_of_a_stopped_host_expire_and_it_is_replaced(
         assert await outcome(resent) == 6
 
 
-async def test_others_are_served_and_get_the_logs_while_the_client_that_had_them_is_stopped(
+async def test_other_client_gets_logs_of_stopped_client(
     make: Callable[..., Batcher],
     hosts: Hosts,
     gate: Gate,
@@ -469,7 +467,7 @@ def is_open_as(path: str, fd: str) -> bool:
 
 
 @pytest.mark.parametrize("way", ["aclose", "stop"])
-async def test_a_batcher_closes_while_it_waits_for_the_lock(
+async def test_batcher_closes_while_waiting_for_lock(
     make: Callable[..., Batcher], lock: int, way: str
 ) -> None:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -484,7 +482,7 @@ async def test_a_batcher_closes_while_it_waits_for_the_lock(
     assert isinstance(await outcome(opening), BatcherClosedError)
 
 
-async def test_the_last_client_and_its_host_end_although_another_holds_the_lock(
+async def test_last_client_ends_while_another_holds_lock(
     make: Callable[..., Batcher], hosts: Hosts, lock: int
 ) -> None:
     batcher = make()
@@ -498,7 +496,7 @@ async def test_the_last_client_and_its_host_end_although_another_holds_the_lock(
         pass
 
 
-async def test_a_connection_without_hello_is_no_client(
+async def test_connection_without_hello_is_not_a_client(
     make: Callable[..., Batcher], hosts: Hosts
 ) -> None:
     """It takes no room in the queue, and the host does not live for it."""
@@ -524,7 +522,7 @@ async def test_a_connection_without_hello_is_closed(
         assert await batcher.process_batched(1) == 2
 
 
-async def test_a_host_without_descriptors_refuses_clients_and_serves_its_own(
+async def test_host_without_descriptors_rejects_new_clients(
     make: Callable[..., Batcher], hosts: Hosts
 ) -> None:
     async with make() as batcher:
@@ -547,7 +545,7 @@ async def test_a_host_without_descriptors_refuses_clients_and_serves_its_own(
 # --- clients die and leave ------------------------------------------------------------------------
 
 
-async def test_a_killed_starter_harms_nobody_and_the_last_client_ends_its_host(
+async def test_last_client_ends_host_of_killed_starter(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
 ) -> None:
     starter = program(client(hosts, gate, WAITS))
@@ -565,7 +563,7 @@ async def test_a_killed_starter_harms_nobody_and_the_last_client_ends_its_host(
     assert hosts.loads() == 1
 
 
-async def test_a_killed_client_harms_nobody(
+async def test_killed_client_affects_no_other(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
 ) -> None:
     async with make() as batcher:
@@ -575,7 +573,7 @@ async def test_a_killed_client_harms_nobody(
         assert await batcher.process_batched(2) == 4
 
 
-async def test_a_starter_that_closes_first_leaves_its_host_to_others_and_reaps_it(
+async def test_starter_that_closes_first_reaps_host_later(
     make: Callable[..., Batcher], hosts: Hosts
 ) -> None:
     starter, other = make(), make()
@@ -588,7 +586,7 @@ async def test_a_starter_that_closes_first_leaves_its_host_to_others_and_reaps_i
     await other.aclose()
 
 
-async def test_the_last_client_that_is_killed_leaves_the_host_to_the_next(
+async def test_killed_last_client_leaves_host_to_next(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
 ) -> None:
     with program(client(hosts, gate, WAITS)) as first:
@@ -611,7 +609,7 @@ SUPERVISES = """
 
 
 @pytest.mark.parametrize("is_group", [False, True], ids=["supervisor", "group"])
-def test_nothing_is_left_of_a_server_whose_supervisor_is_killed(
+def test_killed_supervisor_leaves_nothing_of_server(
     hosts: Hosts, gate: Gate, program: Start, *, is_group: bool
 ) -> None:
     supervisor = program(client(hosts, gate, SUPERVISES))
@@ -644,7 +642,7 @@ FORKS = """
 """
 
 
-def test_a_forked_child_of_a_client_does_not_hold_the_connection(
+def test_forked_child_does_not_hold_the_connection(
     hosts: Hosts, gate: Gate, program: Start
 ) -> None:
     forking = program(client(hosts, gate, FORKS))
@@ -799,7 +797,7 @@ CHURNS = """
 """
 
 
-async def test_answers_are_right_and_two_hosts_never_live_while_all_open_close_and_die(
+async def test_one_host_at_most_while_clients_die(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
 ) -> None:
     chance = Random(1)

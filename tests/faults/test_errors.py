@@ -175,7 +175,7 @@ class FrozenError(Exception):
 
 
 def raised(function: Callable[[], Any]) -> Exception:
-    """What this raises by itself, as a model would."""
+    """Error of a model that raises by itself."""
     try:
         function()
     except Exception as error:  # noqa: BLE001  whatever it is
@@ -225,7 +225,7 @@ picklable = pytest.mark.parametrize("make", PICKLABLE.values(), ids=PICKLABLE.ke
 
 
 def state_of(error: Any) -> dict[str, Any]:
-    """What the user can ask of an exception besides its type."""
+    """Attributes of an exception besides its type."""
     builtin = ["errno", "strerror", "filename", "filename2", "start", "end", "reason", "object"]
     builtin += ["encoding", "name", "path", "message", "exceptions"]
     state = {name: getattr(error, name) for name in builtin if hasattr(error, name)}
@@ -234,7 +234,7 @@ def state_of(error: Any) -> dict[str, Any]:
 
 
 @originals
-def test_it_is_an_inference_error_and_what_the_model_raised(make: Callable[[], Exception]) -> None:
+def test_error_has_both_types(make: Callable[[], Exception]) -> None:
     original = make()
     state = state_of(original)
     error = from_model(original, "unused", REMOTE)
@@ -252,7 +252,7 @@ def test_it_is_an_inference_error_and_what_the_model_raised(make: Callable[[], E
     assert original.__cause__ is None
 
 
-def test_the_remote_traceback_is_the_cause_and_notes_come_along() -> None:
+def test_remote_traceback_is_the_cause() -> None:
     original = ValueError("bad")
     original.add_note("input 7")
     error = from_model(original, "unused", REMOTE)
@@ -268,7 +268,7 @@ def test_the_remote_traceback_is_the_cause_and_notes_come_along() -> None:
         assert again(without).__cause__ is None
 
 
-def test_every_caller_has_an_error_of_its_own_and_classes_of_one_name_are_kept_apart() -> None:
+def test_each_caller_gets_its_own_error() -> None:
     original = ValueError("bad")
     first, second = (from_model(original, "unused", REMOTE) for _ in range(2))
     assert first is not second
@@ -306,7 +306,7 @@ def test_a_plain_inference_error_has_the_text(original: Exception | None) -> Non
 
 
 @picklable
-def test_what_a_caller_got_survives_pickling(make: Callable[[], Exception]) -> None:
+def test_error_of_caller_survives_pickling(make: Callable[[], Exception]) -> None:
     error = from_model(make(), "unused", REMOTE)
     copied = again(error)
     assert type(copied) is type(error)
@@ -327,10 +327,10 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Held:
-    """What a frame may hold."""
+    """A value that a frame may hold."""
 
 
-def test_frames_are_cleared_but_for_those_that_still_run() -> None:
+def test_only_finished_frames_are_cleared() -> None:
     held: list[weakref.ref[Held]] = []
 
     def fail() -> NoReturn:
@@ -373,7 +373,7 @@ class Unshowable(RuntimeError):
         (Unshowable(), False, ""),
     ],
 )
-def test_what_counts_as_out_of_memory(error: Exception, is_it: bool, of_cuda: str) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, is_it: bool, of_cuda: str) -> None:
     assert (is_out_of_memory(error), cuda_message(error)) == (is_it, of_cuda)
 
 
@@ -384,7 +384,7 @@ def thrown(error: Exception) -> Exception:
         return caught
 
 
-def test_no_error_keeps_the_frames_of_those_in_it_and_behind_it() -> None:
+def test_error_drops_frames_of_causes_and_members() -> None:
     errors = [thrown(ValueError(number)) for number in range(4)]
     group = thrown(ExceptionGroup("all", [errors[0], ExceptionGroup("some", [errors[1]])]))
     group.__cause__, group.__context__ = errors[2:]

@@ -59,7 +59,7 @@ def expected(where: str, how: str) -> type[BatcherError]:
 
 
 @pytest.mark.parametrize(("where", "how"), CASES)
-async def test_a_call_ends_with_its_error_and_harms_no_other_call(where: str, how: str) -> None:
+async def test_faulty_call_fails_alone_with_its_error(where: str, how: str) -> None:
     settings: dict[str, Any] = {"infer_timeout": SOON_IN_WORKER, "stop_timeout": 0.2}
     async with DynBatcher(Minefield, 4, **settings) as batcher:
         with measured(10.0, f"{where} x {how}"):
@@ -84,7 +84,7 @@ async def test_a_call_ends_with_its_error_and_harms_no_other_call(where: str, ho
 
 
 @pytest.mark.parametrize("how", IN_WORKER)
-async def test_a_model_that_fails_in_close_leaves_no_process(
+async def test_error_in_close_leaves_no_process(
     how: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with measured(10.0, f"close x {how}"):

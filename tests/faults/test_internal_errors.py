@@ -1,4 +1,4 @@
-"""Whatever raises in the pump: its calls end with an error, it is logged, the batcher goes on."""
+"""Errors inside the pump: calls fail, the error is logged, the batcher continues."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ def faults(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("where", ["decide", "arrived"])
-async def test_calls_that_the_pump_had_taken_end_with_an_error(
+async def test_calls_taken_by_failed_pump_fail(
     where: str, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with DynBatcher(Echo, 2, timeout=None) as batcher:
@@ -61,7 +61,7 @@ async def test_calls_that_the_pump_had_taken_end_with_an_error(
         assert (stats.waiting, stats.running, stats.restarts) == (0, 0, 0)
 
 
-async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
+async def test_calls_of_unsent_batch_end_with_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
         workers = session_of(batcher).pool.workers
@@ -104,8 +104,8 @@ def _broken_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_broken_logging")
-async def test_a_log_filter_that_raises_keeps_no_caller_from_its_error(gate: Gate) -> None:
-    """What comes in the same turn after the line that cannot be logged is done all the same."""
+async def test_raising_log_filter_does_not_block_errors(gate: Gate) -> None:
+    """An error of logging does not stop the rest of the turn."""
     settings: dict[str, Any] = {"num_workers": 2, "timeout": SOON}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
         calls = [call(batcher, number) for number in range(2)]

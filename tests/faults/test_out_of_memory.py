@@ -1,4 +1,4 @@
-"""What is given back when memory has not sufficed."""
+"""Release of memory after an out-of-memory error."""
 
 import weakref
 from typing import Any, NoReturn
@@ -9,7 +9,7 @@ from fast_batcher._worker.model import free_memory
 from fast_batcher.errors import is_out_of_memory
 
 
-def test_to_ask_changes_nothing_and_letting_go_frees_the_batch() -> None:
+def test_clearing_frames_frees_the_batch() -> None:
     class Batch:
         pass
 

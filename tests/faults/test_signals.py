@@ -27,7 +27,7 @@ def _restored() -> Iterator[None]:
 
 
 @pytest.mark.slow
-async def test_sigterm_ends_readiness_and_the_handler_before_runs_too() -> None:
+async def test_sigterm_ends_readiness_and_runs_previous_handler() -> None:
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
     server = signal.getsignal(signal.SIGTERM)
@@ -78,14 +78,14 @@ def test_invalid_lame_duck_is_rejected(options: dict[str, Any], message: str) ->
         DynBatcher(Echo).lifespan(**options)
 
 
-async def test_a_handler_that_somebody_else_has_set_meanwhile_stays() -> None:
+async def test_foreign_signal_handler_stays() -> None:
     other = signal.Handlers.SIG_IGN
     with call_on_sigterm(asyncio.get_running_loop(), lambda: None, "name"):
         signal.signal(signal.SIGTERM, other)
     assert signal.getsignal(signal.SIGTERM) is other
 
 
-async def test_an_ignored_signal_stays_without_effect_on_the_program() -> None:
+async def test_callback_runs_for_previously_ignored_signal() -> None:
     called = asyncio.Event()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with call_on_sigterm(asyncio.get_running_loop(), called.set, "name"):
@@ -95,7 +95,7 @@ async def test_an_ignored_signal_stays_without_effect_on_the_program() -> None:
 
 
 @pytest.mark.slow
-def test_an_app_that_drains_on_sigterm_is_tested_with_a_test_client(
+def test_drain_on_sigterm_works_with_test_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It runs the lifespan in a thread, where no signal handler can be set."""

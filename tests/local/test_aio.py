@@ -52,7 +52,7 @@ class LoopOf:
     [loop_of, functools.partial(loop_of), functools.partial(LoopOf()), LoopOf().method],
     ids=["function", "partial", "partial of an object", "bound method"],
 )
-async def test_an_async_function_runs_on_the_loop_of_its_callers(func: Any) -> None:
+async def test_async_function_runs_on_callers_loop(func: Any) -> None:
     async with aio.dynamically(func) as function:
         assert await function(1) is asyncio.get_running_loop()
 
@@ -75,7 +75,7 @@ async def test_any_other_function_runs_in_a_thread(wrap: Any) -> None:
     ],
     ids=["list", "features"],
 )
-async def test_frameworks_see_what_is_to_be_awaited(
+async def test_frameworks_recognize_awaitable_functions(
     func: Any, on_loop: Any, in_thread: Any, item: Any
 ) -> None:
     def keys(features: Any) -> Any:
@@ -141,7 +141,7 @@ async def test_priorities(strategy: PriorityStrategy, expected: list[str]) -> No
 # Tasks that are cancelled, and errors that end the loop.
 
 
-async def test_a_cancellation_by_the_function_itself_settles_all_callers() -> None:
+async def test_cancellation_by_function_settles_all_callers() -> None:
     async def cancel(items: list[int]) -> list[int]:
         if items == [0]:
             return items
@@ -154,7 +154,7 @@ async def test_a_cancellation_by_the_function_itself_settles_all_callers() -> No
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_program_settles_all_callers_and_ends_the_loop(
+def test_system_exit_settles_all_callers(
     kind: type[BaseException],
 ) -> None:
     """As it would if the function were called without batching."""
@@ -179,7 +179,7 @@ def batch_tasks() -> list[asyncio.Task[Any]]:
 
 
 @pytest.mark.parametrize("callers_too", [False, True])
-async def test_a_batch_whose_task_is_cancelled_fails_and_the_function_goes_on(
+async def test_cancelled_task_fails_only_its_batch(
     callers_too: bool,
 ) -> None:
     gated = GatedCoroutine()
@@ -203,7 +203,7 @@ async def test_a_batch_whose_task_is_cancelled_fails_and_the_function_goes_on(
     assert gated.batches == ([[1], [3]] if callers_too else [[1], [2], [3]])
 
 
-async def test_the_loop_gets_a_turn_between_batches_of_a_function_that_never_waits() -> None:
+async def test_loop_runs_between_batches_of_busy_function() -> None:
     turns_had = 0
     seen: list[int] = []
 
@@ -224,7 +224,7 @@ async def test_the_loop_gets_a_turn_between_batches_of_a_function_that_never_wai
     assert len(set(seen)) == 5
 
 
-def test_a_loop_that_ends_while_calls_wait_harms_no_other() -> None:
+def test_ended_loop_affects_no_other_loop() -> None:
     entered: list[int] = []
 
     async def forever(items: list[int]) -> list[int]:
@@ -251,7 +251,7 @@ def test_a_loop_that_ends_while_calls_wait_harms_no_other() -> None:
 
 
 @both
-async def test_a_function_that_calls_itself_is_computed_at_once(func: Any) -> None:
+async def test_recursive_call_is_computed_at_once(func: Any) -> None:
     async def factorial(items: list[int]) -> list[int]:
         return [1 if item <= 1 else item * await function(item - 1) for item in items]
 
@@ -337,7 +337,7 @@ async def test_none_is_cached_and_an_error_is_not() -> None:
     assert calls == [[0], [1]]
 
 
-async def test_equal_items_of_other_types_have_their_own_outputs() -> None:
+async def test_equal_items_of_different_types_differ() -> None:
     item = {"a": 1}
     items = [1, True, 1.0, 0.0, -0.0, (1,), (True,), item, hash_input(item)]
 
@@ -352,7 +352,7 @@ async def test_equal_items_of_other_types_have_their_own_outputs() -> None:
 
 
 @pytest.mark.parametrize("what", ["get", "set", "stats"])
-async def test_a_cache_that_raises_is_done_without_and_named_once(
+async def test_raising_cache_is_logged_once_and_bypassed(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "fast_batcher"):
@@ -365,7 +365,7 @@ async def test_a_cache_that_raises_is_done_without_and_named_once(
     assert record.exc_info is not None
 
 
-async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled(
+async def test_call_is_cancellable_during_cache_lookup(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     looking = asyncio.Event()
@@ -401,7 +401,7 @@ async def test_a_cancelled_shutdown_goes_on() -> None:
 # The end.
 
 
-async def test_a_function_may_shut_itself_down_or_one_that_waits_for_it() -> None:
+async def test_function_may_shut_itself_down() -> None:
     async def last(items: list[int]) -> list[int]:
         await decorated.shutdown()
         return items

@@ -41,9 +41,7 @@ async def test_rows_are_cached() -> None:
 
 
 @pytest.mark.parametrize(("length", "is_large"), [(10, False), (2**20, True)])
-async def test_large_calls_are_split_and_joined_beside_the_loop(
-    length: int, is_large: bool
-) -> None:
+async def test_thread_splits_and_joins_large_calls(length: int, is_large: bool) -> None:
     @inference.dynamically(outputs="rows")
     async def answer(features: Features) -> list[Any]:
         return [Noted(out=row) for row in features["in"]]

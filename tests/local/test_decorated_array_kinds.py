@@ -98,7 +98,7 @@ def both() -> Iterator[Both]:
 
 
 def seen(value: Any) -> tuple[Any, ...]:
-    """What has to arrive: all but the gradient, and where and how it lies in memory."""
+    """Expected value: everything except the gradient and the memory layout."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype, value.tolist()
     return np.ndarray, value.dtype, value.shape, repr(value.tolist())
@@ -106,7 +106,7 @@ def seen(value: Any) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
-def test_what_has_no_rows_that_can_be_joined_is_refused_in_both_directions(
+def test_unjoinable_values_are_rejected_in_both_directions(
     make: Callable[[], Any], both: Both
 ) -> None:
     value = make()
@@ -121,9 +121,7 @@ def test_what_has_no_rows_that_can_be_joined_is_refused_in_both_directions(
 
 
 @pytest.mark.parametrize("make", TAKEN.values(), ids=TAKEN)
-def test_what_is_taken_arrives_with_its_value_and_dtype_in_both_directions(
-    make: Callable[[], Any], both: Both
-) -> None:
+def test_values_and_dtypes_survive_in_both_directions(make: Callable[[], Any], both: Both) -> None:
     value, arrived = make(), []
 
     def echo(features: Any) -> Any:

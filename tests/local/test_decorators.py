@@ -1,4 +1,4 @@
-"""What all decorators promise to awaited calls, wherever the function runs."""
+"""Behaviour of awaited calls, common to all decorators."""
 
 import asyncio
 import contextvars
@@ -49,7 +49,7 @@ async def test_items_and_lists_give_outputs_in_their_order(variant: Variant) -> 
         assert function.stats.total_batches == 3
 
 
-async def test_it_is_called_with_one_argument(variant: Variant) -> None:
+async def test_calls_need_exactly_one_argument(variant: Variant) -> None:
     async with variant.batched(double) as function:
         for arguments in ((), (1, 2), ([1], [2])):
             with pytest.raises(TypeError, match="called with one argument"):
@@ -59,7 +59,7 @@ async def test_it_is_called_with_one_argument(variant: Variant) -> None:
 # Which batches are made.
 
 
-async def test_calls_that_come_while_the_function_computes_are_one_batch(variant: Variant) -> None:
+async def test_calls_during_a_batch_form_the_next(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated) as function:
         calls = [asyncio.create_task(function(0))]
@@ -109,7 +109,7 @@ async def test_a_batch_stays_within_its_length(
 
 
 @pytest.mark.slow
-async def test_a_full_queue_rejects_the_call_as_a_whole(variant: Variant) -> None:
+async def test_full_queue_rejects_whole_calls(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated, max_queue_size=2) as function:
         running = asyncio.create_task(function(0))
@@ -148,7 +148,7 @@ class FrozenError(Exception):
         raise AttributeError(name)
 
 
-async def test_an_error_is_an_inference_error_and_what_was_raised(variant: Variant) -> None:
+async def test_error_has_both_types(variant: Variant) -> None:
     def fail(items: list[int]) -> list[int]:
         raise BadItemError(items[0], "bad")
 
@@ -165,7 +165,7 @@ async def test_an_error_is_an_inference_error_and_what_was_raised(variant: Varia
         assert Path(cause.__traceback__.tb_frame.f_code.co_filename).is_relative_to(TESTS)
 
 
-async def test_an_error_that_refuses_attributes_is_like_any_other(variant: Variant) -> None:
+async def test_error_without_settable_attributes_is_delivered(variant: Variant) -> None:
     def fail(items: list[int]) -> list[int]:
         raise FrozenError(items[0])
 
@@ -177,7 +177,7 @@ async def test_an_error_that_refuses_attributes_is_like_any_other(variant: Varia
             assert caught.value.args == (item,)
 
 
-async def test_one_bad_item_fails_alone(variant: Variant) -> None:
+async def test_bad_item_fails_alone(variant: Variant) -> None:
     def fail_for_3(items: list[int]) -> list[int]:
         if 3 in items:
             raise ValueError("3 is bad")
@@ -189,7 +189,7 @@ async def test_one_bad_item_fails_alone(variant: Variant) -> None:
     assert outcomes == [0, 2, 4, 8, 10]
 
 
-async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Variant) -> None:
+async def test_wrong_number_of_outputs_fails_all(variant: Variant) -> None:
     wrong: list[Any] = [[1], [1, 2, 3, 4], [], None, "abc", b"abc", bytearray(3), {1, 2, 3}, 7]
     wrong += [{1: 1, 2: 2, 3: 3}, (number for number in range(3)), numpy.zeros((2, 3))]
     wrong.append(numpy.array(3))
@@ -202,7 +202,7 @@ async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Va
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-async def test_what_iterates_over_something_else_is_refused(variant: Variant, name: str) -> None:
+async def test_misleading_iterables_are_rejected(variant: Variant, name: str) -> None:
     make, message = UNEVEN[name]
     async with variant.batched(lambda items: make(2) if len(items) == 2 else items) as function:
         with pytest.raises(OutputMismatchError, match=message):
@@ -210,7 +210,7 @@ async def test_what_iterates_over_something_else_is_refused(variant: Variant, na
         assert await function(1) == 1
 
 
-async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Variant) -> None:
+async def test_exception_as_output_fails_its_item_alone(variant: Variant) -> None:
     def answer(items: list[int]) -> list[Any]:
         errors = {2: KeyError(2), 4: KeyboardInterrupt()}
         return [errors.get(item, item) for item in items]
@@ -263,9 +263,7 @@ async def check_hostile(variant: Variant, function: Any, bombs: list[Bomb]) -> N
 
 @pytest.mark.parametrize("function", [answer_hostile, answer_hostile_async])
 @pytest.mark.parametrize("name", ALL)
-async def test_an_error_that_raises_fails_its_callers(
-    variant: Variant, name: str, function: Any
-) -> None:
+async def test_raising_error_fails_its_callers(variant: Variant, name: str, function: Any) -> None:
     error = make_hostile(random.Random(name), name)
     await check_hostile(variant, function, [Bomb(error, True), Bomb(error, False)])
 
@@ -279,7 +277,7 @@ async def test_random_hostile_errors_fail_their_callers(
     await check_hostile(variant, function, bombs)
 
 
-async def test_a_sequence_that_raises_settles_all_callers(variant: Variant) -> None:
+async def test_raising_sequence_settles_all_callers(variant: Variant) -> None:
     class Bad(Sequence[int]):
         def __len__(self) -> int:
             raise RuntimeError("no length")
@@ -308,7 +306,7 @@ async def test_out_of_memory_makes_batches_smaller(variant: Variant, raised: Exc
     assert sorted(sizes)[-3:] == [4, 8, 16]
 
 
-async def test_out_of_memory_frees_the_batch_and_ends_no_generator(variant: Variant) -> None:
+async def test_out_of_memory_frees_the_batch(variant: Variant) -> None:
     things: list[weakref.ref[Thing]] = []
 
     def fail() -> NoReturn:
@@ -339,7 +337,7 @@ async def test_out_of_memory_frees_the_batch_and_ends_no_generator(variant: Vari
         assert await function(1) == "goes on"
 
 
-async def test_the_first_error_ends_the_wait_for_the_whole_list(variant: Variant) -> None:
+async def test_first_error_ends_wait_for_the_list(variant: Variant) -> None:
     gated = variant.gated()
 
     def fail_for_negative(items: list[int]) -> Any:
@@ -360,7 +358,7 @@ async def test_the_first_error_ends_the_wait_for_the_whole_list(variant: Variant
 
 
 @pytest.mark.parametrize("make", [lambda item: item, lambda item: [item]], ids=["item", "list"])
-async def test_a_call_that_fails_keeps_nothing_alive(variant: Variant, make: Any) -> None:
+async def test_failed_call_keeps_nothing_alive(variant: Variant, make: Any) -> None:
     def fail(items: list[Thing]) -> list[Thing]:
         raise ValueError("bad")
 
@@ -399,9 +397,7 @@ async def test_a_cancelled_caller_harms_no_other(variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("item", [1, [1, 2]], ids=["item", "list"])
-async def test_a_call_that_ends_in_the_turn_it_began_is_never_computed(
-    variant: Variant, item: Any
-) -> None:
+async def test_call_cancelled_in_its_turn_is_not_computed(variant: Variant, item: Any) -> None:
     async with variant.batched(double) as function:
         call = function(item)
         call.send(None)
@@ -429,7 +425,7 @@ def test_several_loops_call_at_once(variant: Variant) -> None:
 # Functions that call functions.
 
 
-async def test_context_variables_of_a_caller_are_not_seen_by_others(variant: Variant) -> None:
+async def test_callers_do_not_share_context_variables(variant: Variant) -> None:
     user = contextvars.ContextVar("user", default="unknown")
 
     def who(items: list[int]) -> list[str]:
@@ -456,7 +452,7 @@ async def test_the_stats_have_the_fields_of_batched(variant: Variant) -> None:
 # Statistics, start and end.
 
 
-async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant: Variant) -> None:
+async def test_shutdown_computes_waiting_items(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated) as function:
         calls = [asyncio.create_task(function(1))]
@@ -481,7 +477,7 @@ async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant
             await function.shutdown()
 
 
-async def test_shutdown_with_cancel_settles_at_once_what_waits(variant: Variant) -> None:
+async def test_shutdown_with_cancel_fails_waiting_items(variant: Variant) -> None:
     gated = variant.gated()
     function = variant.decorate(gated)
     running = asyncio.create_task(function(1))

@@ -101,7 +101,7 @@ def end(*functions: Any) -> None:
 
 
 def outcome_of(call: Any) -> Any:
-    """What it raises or gives."""
+    """Error or result of a call."""
     try:
         return call()
     except BaseException as error:  # noqa: BLE001  whatever it is
@@ -140,7 +140,7 @@ def test_errors_reach_a_caller_that_blocks() -> None:
         function(1)
 
 
-def test_small_calls_go_before_large_ones_and_large_ones_are_not_starved() -> None:
+def test_small_calls_go_first_without_starvation() -> None:
     gated = GatedFunction()
     with dynamically(batch_size=2, small_batch_threshold=1)(gated) as function:
         calls = [InThread(function, 100)]
@@ -160,7 +160,7 @@ def test_small_calls_go_before_large_ones_and_large_ones_are_not_starved() -> No
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_the_thread_survives_what_is_no_exception(kind: type[BaseException]) -> None:
+def test_thread_survives_base_exceptions(kind: type[BaseException]) -> None:
     def fail_for_negative(items: list[int]) -> list[int]:
         if min(items) < 0:
             raise kind("out")
@@ -175,7 +175,7 @@ def test_the_thread_survives_what_is_no_exception(kind: type[BaseException]) -> 
 # Functions that call functions.
 
 
-def test_a_function_that_calls_itself_is_computed_at_once_in_batches() -> None:
+def test_recursive_call_is_computed_at_once() -> None:
     sizes: list[int] = []
 
     @dynamically(batch_size=2)
@@ -190,7 +190,7 @@ def test_a_function_that_calls_itself_is_computed_at_once_in_batches() -> None:
 
 
 @pytest.mark.parametrize("length", [2, 5])
-def test_functions_that_call_each_other_in_a_circle_do_not_wait_for_each_other(length: int) -> None:
+def test_mutually_recursive_functions_do_not_deadlock(length: int) -> None:
     """Each function calls the next, and the last one the first."""
     functions: list[Any] = []
 
@@ -207,7 +207,7 @@ def test_functions_that_call_each_other_in_a_circle_do_not_wait_for_each_other(l
     end(*functions)
 
 
-def test_the_error_of_a_call_of_itself_is_that_of_any_call() -> None:
+def test_recursive_call_raises_the_usual_error() -> None:
     error = KeyError("zero")
 
     @dynamically
@@ -225,7 +225,7 @@ def test_the_error_of_a_call_of_itself_is_that_of_any_call() -> None:
             assert isinstance(caught.value, InferenceError)
 
 
-def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
+def test_async_function_runs_in_one_thread_loop() -> None:
     loops: set[Any] = set()
     threads: set[str] = set()
 
@@ -244,7 +244,7 @@ def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
     assert "double_async" in threads.pop()
 
 
-def test_a_function_that_returns_an_awaitable_is_awaited_but_not_in_a_call_of_itself() -> None:
+def test_returned_awaitable_is_awaited_outside_recursion() -> None:
     async def answer(items: list[int]) -> list[int]:
         await asyncio.sleep(0)
         return [decorated(item - 1) if item == 1 else 2 * item for item in items]
@@ -278,7 +278,7 @@ def test_class_and_static_methods_in_either_order() -> None:
     end(Sub.name_of, outer_name_of(Sub))
 
 
-def test_an_instance_is_released_and_its_thread_with_it() -> None:
+def test_instance_is_released_with_its_thread() -> None:
     before = set(threading.enumerate())
     model = Model(2)
     assert model.scale([1, 2, 3]) == [2, 4, 6]
@@ -294,7 +294,7 @@ def test_an_instance_is_released_and_its_thread_with_it() -> None:
         gc.enable()
 
 
-def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> None:
+def test_instances_are_distinguished_by_identity() -> None:
     class Equal:
         __hash__ = None  # type: ignore[assignment]
 
@@ -313,7 +313,7 @@ def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> N
     end(one.names, two.names)
 
 
-def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
+def test_slots_without_weakref_are_rejected() -> None:
     class Slotted:
         __slots__ = ()
 
@@ -336,7 +336,7 @@ def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
     end(instance.compute)
 
 
-def test_an_instance_in_use_can_be_copied_and_pickled() -> None:
+def test_used_instance_can_be_copied_and_pickled() -> None:
     model = Model(3)
     assert model.scale(1) == 3
     for twin in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -354,7 +354,7 @@ def test_the_function_itself_is_pickled_by_its_name() -> None:
     assert copy.deepcopy(doubled_by_all) is doubled_by_all
 
 
-def test_it_looks_like_the_function() -> None:
+def test_decorated_function_keeps_its_metadata() -> None:
     assert doubled_by_all.__name__ == "doubled_by_all"
     assert doubled_by_all.__doc__ == "Double each item."
     assert doubled_by_all.__module__ == __name__
@@ -400,7 +400,7 @@ def generate(items: list[int]) -> Iterator[int]:
     ("func", "remedy"),
     [(64, "named"), ("double", "named"), ([1], "named"), (generate, "return a list")],
 )
-def test_what_cannot_be_batched_is_refused(func: Any, remedy: str) -> None:
+def test_unsupported_functions_are_rejected(func: Any, remedy: str) -> None:
     with pytest.raises(ConfigurationError, match=remedy):
         dynamically(func)
 
@@ -408,7 +408,7 @@ def test_what_cannot_be_batched_is_refused(func: Any, remedy: str) -> None:
 # The end.
 
 
-def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
+def test_self_shutdown_does_not_deadlock() -> None:
     @dynamically
     def last(items: list[int]) -> list[int]:
         last.shutdown()
@@ -440,7 +440,7 @@ def test_a_forked_child_begins_anew() -> None:
 
 
 @pytest.mark.slow
-def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
+def test_call_during_interpreter_exit_is_rejected() -> None:
     """No thread ever starts, and it would wait for one."""
     done = run_program(
         "from fast_batcher import dynamically\n"

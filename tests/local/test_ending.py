@@ -31,7 +31,7 @@ def rows(items):
         ("raise KeyboardInterrupt", -signal.SIGINT),
     ],
 )
-def test_what_a_batch_held_is_freed_before_the_interpreter_ends(ending: str, code: int) -> None:
+def test_batch_is_freed_before_interpreter_exit(ending: str, code: int) -> None:
     done = run_program(
         SLOWLY_FREED
         + "from fast_batcher import dynamically\n"
@@ -43,7 +43,7 @@ def test_what_a_batch_held_is_freed_before_the_interpreter_ends(ending: str, cod
     assert ("Traceback" in done.stderr) == (code in (1, -signal.SIGINT))
 
 
-def test_a_program_whose_daemon_threads_still_call_ends_without_an_abort() -> None:
+def test_calling_daemon_threads_do_not_abort_exit() -> None:
     """They are refused, and may say so on stderr; a tensor of theirs could abort it by itself."""
     pytest.importorskip("torch")
     done = run_program(
@@ -65,7 +65,7 @@ def test_a_program_whose_daemon_threads_still_call_ends_without_an_abort() -> No
     assert done.returncode == 0
 
 
-def test_a_batch_that_is_being_computed_is_waited_for_and_what_waits_is_not_computed() -> None:
+def test_exit_waits_only_for_the_running_batch() -> None:
     done = run_program(
         "import os, threading, time\n"
         "from fast_batcher import dynamically\n"
@@ -87,7 +87,7 @@ def test_a_batch_that_is_being_computed_is_waited_for_and_what_waits_is_not_comp
     assert (done.returncode, done.stdout, done.stderr) == (0, "computed\n", "")
 
 
-def test_a_function_that_blocks_for_ever_is_named_and_does_not_keep_the_program() -> None:
+def test_blocking_function_does_not_prevent_exit() -> None:
     done = run_program(
         "import logging, threading, time\n"
         "from fast_batcher import dynamically\n"
@@ -106,7 +106,7 @@ def test_a_function_that_blocks_for_ever_is_named_and_does_not_keep_the_program(
     assert "Traceback" not in done.stderr
 
 
-def test_exit_hooks_are_answered_and_those_that_come_too_late_are_refused() -> None:
+def test_exit_hooks_are_answered_until_shutdown() -> None:
     """A hook that was registered before the import runs after the threads have ended."""
     done = run_program(
         "import asyncio, atexit\n"

@@ -44,7 +44,7 @@ def call_together(function: Any, *calls: Features) -> list[Any]:
     ],
     ids=["array", "any mapping", "list of rows", "fractions"],
 )
-def test_features_in_and_an_array_of_their_kind_out(
+def test_outputs_have_the_array_kind_of_inputs(
     make: Callable[[Any], Any], features_of: Callable[[Any], Any]
 ) -> None:
     features = features_of(make)
@@ -85,7 +85,9 @@ def test_features_may_be_spread() -> None:
     ],
     ids=["dict", "several outputs", "rows"],
 )
-def test_what_a_function_may_return(options: Any, function: Any, outputs: list[Any]) -> None:
+def test_functions_may_return_several_kinds(
+    options: Any, function: Any, outputs: list[Any]
+) -> None:
     def as_lists(found: Any) -> Any:
         if isinstance(found, dict):
             return {name: as_lists(value) for name, value in found.items()}
@@ -139,7 +141,7 @@ def test_other_outputs_are_an_error(
         (({"a": [1]},), {"b": [2]}, "dict, b="),
     ],
 )
-def test_it_is_called_with_features(arguments: Any, features: Any, given: str) -> None:
+def test_calls_need_features(arguments: Any, features: Any, given: str) -> None:
     class Uncalled:
         def __call__(self, features: Features) -> Any:
             raise AssertionError

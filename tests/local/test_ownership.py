@@ -1,4 +1,4 @@
-"""What the callers of a decorated function share with each other and with the function."""
+"""Objects that callers share with each other and with a decorated function."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def in_one_batch(function: Any, items: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_callers_may_write_into_rows_of_an_output_that_lie_in_the_same_memory(
+def test_callers_may_write_into_rows_of_shared_memory(
     make: Callable[[Any], Any],
 ) -> None:
     @dynamically
@@ -50,7 +50,7 @@ def strided(row: Any, count: int) -> Any:
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("has_features", [False, True])
-def test_a_function_may_fill_the_array_again_that_it_has_returned(
+def test_function_may_reuse_its_output_array(
     make: Callable[[Any], Any], has_features: bool
 ) -> None:
     """The loop of the callers comes to the answer of the first batch after the second."""

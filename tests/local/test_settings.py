@@ -39,7 +39,7 @@ def test_a_wrong_value_is_named_with_its_parameter(name: str, value: Any) -> Non
     assert f"{name}={value!r}" in str(caught.value)
 
 
-def test_pad_tokens_and_its_other_name_exclude_each_other() -> None:
+def test_pad_token_and_pad_tokens_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError, match="pad_token="):
         aio.inference.dynamically(pad_tokens={"a": 1}, pad_token={"a": 2})
 

@@ -66,7 +66,7 @@ class NotesEnds(Observer):
         self.events.append(event)
 
 
-async def test_a_future_in_an_odd_state_harms_no_other() -> None:
+async def test_future_in_odd_state_affects_no_other() -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.new_event_loop()
     cancelled, resolved, good = loop.create_future(), loop.create_future(), loop.create_future()
@@ -82,7 +82,7 @@ async def test_a_future_in_an_odd_state_harms_no_other() -> None:
 
 @every_variant
 @pytest.mark.parametrize("where", ["batch_dispatched", "batch_answered"])
-async def test_an_observer_that_aborts_harms_no_later_call(variant: Variant, where: str) -> None:
+async def test_aborting_observer_affects_no_later_call(variant: Variant, where: str) -> None:
     async with variant.batched(echo, observers=[Aborts(where)], batch_size=2) as function:
         for _ in range(2):
             outcomes = await asyncio.gather(*map(function, range(5)), return_exceptions=True)
@@ -105,7 +105,7 @@ class NamelessError(Exception, metaclass=Nameless):
 
 
 @every_variant
-async def test_an_error_that_cannot_be_examined_fails_its_batch(variant: Variant) -> None:
+async def test_unreadable_error_fails_its_batch(variant: Variant) -> None:
     def fail_for_negative(items: list[int]) -> list[int]:
         if min(items) < 0:
             raise NamelessError
@@ -123,7 +123,7 @@ async def test_an_error_that_cannot_be_examined_fails_its_batch(variant: Variant
 
 
 @every_variant
-async def test_a_fault_of_the_scheduler_harms_no_later_call(
+async def test_scheduler_fault_affects_no_later_call(
     variant: Variant, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with variant.batched(echo, batch_size=2) as function:
@@ -141,7 +141,7 @@ async def test_a_fault_of_the_scheduler_harms_no_later_call(
     assert [one.exc_info[0] for one in records if one.exc_info] == [IndexError] * 2
 
 
-def test_a_task_that_exits_when_it_is_cancelled_delays_no_shutdown() -> None:
+def test_exiting_task_delays_no_shutdown() -> None:
     """The thread cancels it when it closes its event loop."""
     tasks: list[asyncio.Task[Any]] = []
 
@@ -162,7 +162,7 @@ def test_a_task_that_exits_when_it_is_cancelled_delays_no_shutdown() -> None:
     assert [type(task.exception()) for task in tasks] == [SystemExit]
 
 
-def test_an_error_with_a_text_of_an_odd_class_is_answered() -> None:
+def test_error_with_odd_text_is_delivered() -> None:
     class Text(str):
         __slots__ = ()
 
@@ -206,7 +206,7 @@ async def test_an_error_after_the_callers_left_is_logged(
 
 
 @every_variant
-async def test_a_call_that_has_an_error_has_not_left(variant: Variant) -> None:
+async def test_failed_call_counts_as_a_caller(variant: Variant) -> None:
     gated = variant.gated()
     async with variant.batched(gated, batch_size=1) as function:
         failed = asyncio.create_task(function([None, None]))
@@ -216,7 +216,7 @@ async def test_a_call_that_has_an_error_has_not_left(variant: Variant) -> None:
     assert function.stats.late_errors == 0
 
 
-async def test_an_output_that_is_late_is_no_error() -> None:
+async def test_late_output_is_ignored() -> None:
     gated = VARIANTS["aio task"].gated()
     async with VARIANTS["aio task"].batched(gated) as function:
         left = asyncio.create_task(function(1))

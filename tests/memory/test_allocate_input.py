@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.anyio
-async def test_a_shape_is_what_numpy_takes_for_one() -> None:
+async def test_shapes_follow_numpy() -> None:
     async with opened(Digests) as batcher:
         memory = slabs_of(batcher)
         kept = batcher.allocate_input((300, 300, 3))
@@ -50,7 +50,7 @@ async def test_a_shape_is_what_numpy_takes_for_one() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_dtype_that_changes_the_shape_is_one_of_numpys_own_arrays() -> None:
+async def test_subarray_dtype_gives_an_ordinary_array() -> None:
     async with opened(Digests) as batcher:
         array = batcher.allocate_input((20_000,), np.dtype(("f4", (3,))))
         assert array.shape == (20_000, 3)

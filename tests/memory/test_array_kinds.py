@@ -12,7 +12,7 @@ PROGRAM = SUPPORT / "array_kinds.py"
 
 
 @pytest.mark.parametrize("way", ["pipe", "shared"])
-def test_every_kind_of_array_and_tensor_comes_back_as_it_was_or_is_a_typed_error(way: str) -> None:
+def test_array_kinds_survive_or_raise_typed_errors(way: str) -> None:
     pytest.importorskip("torch")
     done = run_command([sys.executable, "-W", "ignore", str(PROGRAM), way])
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

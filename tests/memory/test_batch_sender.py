@@ -73,7 +73,7 @@ def test_a_batch_of_atoms_is_one_pickle(wire: Wire) -> None:
     assert pickling.loads(body) == ["a", None, 3]
 
 
-def test_a_batch_of_anything_else_is_one_frame_with_a_pickle_for_each(wire: Wire) -> None:
+def test_other_batches_are_one_frame_of_pickles(wire: Wire) -> None:
     shared = {"a": [1]}
     assert wire.sender.send(batch_of(shared, "a", (shared, shared))) == []
     assert wire.kinds == [Kind.INPUTS]
@@ -86,9 +86,7 @@ def test_a_batch_of_anything_else_is_one_frame_with_a_pickle_for_each(wire: Wire
 @pytest.mark.parametrize(
     "error", [ValueError("no"), SystemExit(1), KeyboardInterrupt(), RecursionError()], ids=repr
 )
-def test_an_input_that_cannot_be_pickled_is_refused_and_the_others_are_sent(
-    wire: Wire, error: BaseException
-) -> None:
+def test_unpicklable_input_fails_alone(wire: Wire, error: BaseException) -> None:
     batch = batch_of("a", RefusesPickling(error), "c")
     ((request, refusal),) = wire.sender.send(batch)
     assert request is batch.requests[1]
@@ -116,13 +114,13 @@ def test_slow_pickling_is_logged_once(wire: Wire, caplog: pytest.LogCaptureFixtu
     assert message.startswith("name: pickling inputs took ")
 
 
-def test_nothing_is_sent_when_nothing_can_be(wire: Wire) -> None:
+def test_unsendable_batch_sends_nothing(wire: Wire) -> None:
     refused = wire.sender.send(batch_of(lambda: None, lambda: None))
     assert [type(refusal) for _, refusal in refused] == [UnsendableValueError] * 2
     assert wire.sent == []
 
 
-def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
+def test_too_large_batch_is_sent_in_parts(wire: Wire) -> None:
     values = [bytes([number]) * 300_000 for number in range(8)]
     assert wire.sender.send(batch_of(*values)) == []
     assert len(wire.kinds) > 2
@@ -131,7 +129,7 @@ def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
     assert wire.items() == values
 
 
-def test_an_input_that_is_too_large_is_refused_and_the_others_are_sent(wire: Wire) -> None:
+def test_too_large_input_fails_alone(wire: Wire) -> None:
     batch = batch_of(b"small", bytes(MAX_FRAME_BYTES), b"other")
     ((request, refusal),) = wire.sender.send(batch)
     assert request is batch.requests[1]

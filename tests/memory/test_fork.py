@@ -1,4 +1,4 @@
-"""What objects do when the process forks."""
+"""Behaviour of objects at a fork."""
 
 import os
 
@@ -22,7 +22,7 @@ class Noted:
         )
 
 
-def test_an_object_is_told_before_a_fork_and_on_both_sides_after_it() -> None:
+def test_objects_are_notified_around_a_fork() -> None:
     noted = Noted()
     pid = os.fork()
     if pid == 0:
@@ -31,7 +31,7 @@ def test_an_object_is_told_before_a_fork_and_on_both_sides_after_it() -> None:
     assert noted.told == ["before", "parent"]
 
 
-def test_an_object_that_is_gone_is_not_told_and_the_others_are() -> None:
+def test_deleted_object_is_not_notified() -> None:
     gone, kept = Noted(), Noted()
     told = gone.told
     del gone

@@ -71,14 +71,14 @@ def close_all(harness: SenderHarness) -> None:
 # --- how inputs lie -------------------------------------------------------------------------------
 
 
-def test_the_inputs_of_a_batch_lie_one_behind_the_other(harness: SenderHarness) -> None:
+def test_inputs_of_a_batch_are_contiguous(harness: SenderHarness) -> None:
     harness.dispatch(harness.arrive(*numbered(5)))
     assert harness.kinds == [Kind.STAGED_INPUTS]
     assert runs(harness) == [(0, 5)]
     assert sums(harness.read()) == [0, 1, 2, 3, 4]
 
 
-def test_a_slab_takes_no_more_inputs_once_a_batch_has_been_taken_from_it(
+def test_sent_slab_takes_no_more_inputs(
     harness: SenderHarness,
 ) -> None:
     *first, late = harness.arrive(*numbered(4))
@@ -105,18 +105,14 @@ def test_tensors_are_staged(harness: SenderHarness) -> None:
 
 
 @pytest.mark.parametrize("size", [10, LEAST_STAGED - 1, TOO_LONG])
-def test_an_input_that_is_small_or_does_not_fit_into_the_pipe_is_not_staged(
-    harness: SenderHarness, size: int
-) -> None:
+def test_small_and_oversized_inputs_are_not_staged(harness: SenderHarness, size: int) -> None:
     assert harness.arrive(filled(1, size))[0].staged is None
     assert harness.arena.allocate(BYTES, (size,)) is None
     assert harness.slabs.count == 0
 
 
 @pytest.mark.parametrize("values", [(filled(1), b"text"), (b"text", filled(1))])
-def test_a_batch_of_which_one_input_is_not_staged_is_pickled(
-    harness: SenderHarness, values: Any
-) -> None:
+def test_partly_staged_batch_is_pickled(harness: SenderHarness, values: Any) -> None:
     requests = harness.arrive(*values)
     harness.dispatch(requests)
     assert harness.kinds == [Kind.SHARED_INPUTS]
@@ -124,7 +120,7 @@ def test_a_batch_of_which_one_input_is_not_staged_is_pickled(
     assert all(one.staged is None or one.staged.slab is None for one in requests)
 
 
-def test_half_of_the_memory_is_left_to_other_inputs(harness: SenderHarness) -> None:
+def test_half_of_memory_stays_for_other_inputs(harness: SenderHarness) -> None:
     requests = harness.arrive(*numbered(10, 2 * MEBI))
     # Two in a slab: a quarter of the memory.
     assert [request.staged is not None for request in requests] == [True] * 4 + [False] * 6
@@ -144,7 +140,7 @@ def test_the_garbage_collector_may_free_memory(harness: SenderHarness) -> None:
     assert harness.slabs.count == 0
 
 
-def test_memory_is_free_when_the_caller_is_told_an_error(harness: SenderHarness) -> None:
+def test_failed_call_frees_its_memory(harness: SenderHarness) -> None:
     loop = asyncio.new_event_loop()
     (request,) = harness.arrive(filled(1))
     request.caller = loop.create_future()
@@ -157,7 +153,7 @@ def test_memory_is_free_when_the_caller_is_told_an_error(harness: SenderHarness)
 # --- copying in the thread ------------------------------------------------------------------------
 
 
-def test_large_inputs_are_copied_by_the_thread_and_their_batch_keeps_its_place(
+def test_thread_copies_large_inputs_in_order(
     harness: SenderHarness,
 ) -> None:
     requests = harness.arrive(*numbered(3, LARGE))
@@ -182,7 +178,7 @@ def test_memory_stays_until_the_thread_has_copied(harness: SenderHarness) -> Non
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_without_memory_there_is_the_pipe(
+def test_pipe_is_used_without_memory(
     harness: SenderHarness, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_memory(harness.slabs._fd)
@@ -200,7 +196,7 @@ def test_without_memory_there_is_the_pipe(
     assert "Bad file descriptor" in record.message
 
 
-def test_a_turn_of_the_loop_copies_some_and_leaves_the_rest_to_the_thread(
+def test_loop_turn_copies_a_bounded_part(
     harness: SenderHarness,
 ) -> None:
     size = 1_000_000
@@ -216,7 +212,7 @@ def test_a_turn_of_the_loop_copies_some_and_leaves_the_rest_to_the_thread(
         assert harness.slabs.count == 0
 
 
-def test_an_array_that_another_thread_has_resized_is_not_staged(harness: SenderHarness) -> None:
+def test_array_resized_by_thread_is_not_staged(harness: SenderHarness) -> None:
     probe = harness.arena.probes[np.ndarray]
     harness.arena.probes[np.ndarray] = lambda _, least, most: probe(
         filled(0, SMALL + 8), least, most
@@ -260,7 +256,7 @@ for how, where in itertools.product(["resize", "set", "data"], ["staged", "dict"
 """
 
 
-def test_a_tensor_may_lose_its_memory_while_it_is_copied() -> None:
+def test_tensor_may_lose_memory_during_copy() -> None:
     """Its caller may have left; and memory that is freed here goes back to the system at once."""
     pytest.importorskip("torch")
     paths = os.pathsep.join(sys.path)
@@ -287,9 +283,7 @@ def allocated(harness: SenderHarness, number: int, size: int = SMALL) -> Any:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_an_allocated_array_is_sent_as_it_lies_and_what_the_model_writes_is_not_in_it(
-    harness: SenderHarness, size: int
-) -> None:
+def test_allocated_array_is_sent_without_a_copy(harness: SenderHarness, size: int) -> None:
     arrays = [allocated(harness, number, size) for number in range(3)]
     harness.dispatch(harness.arrive(*arrays))
     assert harness.jobs == []
@@ -309,9 +303,7 @@ def test_an_allocated_array_is_sent_as_it_lies_and_what_the_model_writes_is_not_
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_memory_that_a_forked_child_sees_is_never_another_input(
-    harness: SenderHarness, forks: bool
-) -> None:
+def test_memory_of_forked_child_is_not_reused(harness: SenderHarness, forks: bool) -> None:
     array = allocated(harness, 1)
     if forks:
         pid = os.fork()
@@ -325,7 +317,7 @@ def test_memory_that_a_forked_child_sees_is_never_another_input(
     assert harness.slabs.count == forks
 
 
-def test_a_turn_of_the_loop_has_the_system_provide_little_memory(harness: SenderHarness) -> None:
+def test_loop_turn_maps_little_memory(harness: SenderHarness) -> None:
     kept: list[Any] = []
     found: list[Any] = []
     most = MOST_PER_TURN // FRESH_COST // SMALL
@@ -465,7 +457,7 @@ def images(count: int, size: int = SMALL) -> list[Any]:
 
 
 @anyio
-async def test_after_the_first_large_batch_inputs_are_stacked_without_a_copy() -> None:
+async def test_later_large_batches_are_stacked_without_copy() -> None:
     arrays = images(8)
     async with opened(Stacks, max_batch_size=8) as batcher:
         for number in range(4):
@@ -499,7 +491,7 @@ class Collated(InferenceModel[Any, Any]):
 
 
 @anyio
-async def test_a_model_with_a_collation_is_given_the_inputs_as_they_lie() -> None:
+async def test_collated_model_gets_inputs_without_copy() -> None:
     arrays = [filled(number) for number in range(6)]
     async with opened(Collated, max_batch_size=6, stages=True) as batcher:
         for _ in range(2):
@@ -520,7 +512,7 @@ class Keeps(Digests):
 
 
 @anyio
-async def test_the_future_of_an_answer_does_not_keep_the_input() -> None:
+async def test_future_does_not_keep_the_input() -> None:
     async with opened(Digests, max_batch_size=1, stages=True) as batcher:
         array = filled(1)
         expected, watch = digest(array), weakref.ref(array)

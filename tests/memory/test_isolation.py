@@ -44,7 +44,7 @@ MEBI = 2**20
 
 
 @pytest.mark.parametrize("position", [0, 5, 31])
-async def test_only_the_guilty_request_of_a_failing_batch_fails(position: int) -> None:
+async def test_only_guilty_request_fails(position: int) -> None:
     """Fault F25."""
     async with DynBatcher(FailsTogether, 32) as batcher:
         values = ["good"] * 32
@@ -60,7 +60,7 @@ async def test_only_the_guilty_request_of_a_failing_batch_fails(position: int) -
 
 
 @pytest.mark.parametrize("setting", ["isolate_errors", "idempotent"])
-async def test_a_failing_batch_fails_whole_where_the_settings_say_so(setting: str) -> None:
+async def test_failing_batch_fails_whole_without_isolation(setting: str) -> None:
     """Fault F25."""
     off: dict[str, Any] = {setting: False}
     async with DynBatcher(FailsTogether, 4, **off) as batcher:
@@ -69,7 +69,7 @@ async def test_a_failing_batch_fails_whole_where_the_settings_say_so(setting: st
         assert await batcher.process_batched("good") == 2
 
 
-async def test_a_model_that_always_fails_is_asked_a_bounded_number_of_times() -> None:
+async def test_always_failing_model_is_called_boundedly_often() -> None:
     """Fault F25."""
     async with DynBatcher(BrokenAndRaises, 16) as batcher:
         calls = [call(batcher, number) for number in range(16)]
@@ -77,7 +77,7 @@ async def test_a_model_that_always_fails_is_asked_a_bounded_number_of_times() ->
         assert assert_balance(batcher).batches == 2 * 16 - 1
 
 
-async def test_out_of_memory_halves_the_batch_and_learns_a_cap() -> None:
+async def test_out_of_memory_halves_batch_and_sets_cap() -> None:
     """Fault F33."""
     async with DynBatcher(OutOfMemory, 32, model_args=(5,)) as batcher:
         calls = [call(batcher, number) for number in range(96)]
@@ -90,7 +90,7 @@ async def test_out_of_memory_halves_the_batch_and_learns_a_cap() -> None:
         assert await batcher.process_many(range(40)) == [4] * 40
 
 
-async def test_an_input_that_runs_out_of_memory_alone_fails() -> None:
+async def test_single_input_out_of_memory_fails() -> None:
     """Fault F33."""
     async with DynBatcher(OutOfMemory, 4, model_args=(0,)) as batcher:
         error = await outcome(call(batcher, "large"))
@@ -99,7 +99,7 @@ async def test_an_input_that_runs_out_of_memory_alone_fails() -> None:
         assert batcher.stats.restarts == 0
 
 
-async def test_a_fatal_device_error_replaces_the_worker_at_once(
+async def test_fatal_device_error_replaces_worker_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Fault F32."""
@@ -117,7 +117,7 @@ async def test_a_fatal_device_error_replaces_the_worker_at_once(
     assert "its device cannot be used any more" in caplog.text
 
 
-async def test_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> None:
+async def test_answers_are_snapshots_of_reused_buffers() -> None:
     """Fault F29."""
     async with DynBatcher(Reuses, 1) as batcher:
         answers = [await batcher.process_batched(number) for number in (1, 2, 3)]
@@ -127,7 +127,7 @@ async def test_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> 
 # --- recycling ------------------------------------------------------------------------------------
 
 
-async def test_a_worker_is_recycled_after_its_batches_and_nobody_waits_for_it() -> None:
+async def test_recycling_delays_no_request() -> None:
     async with DynBatcher(Whereabouts, max_batches_per_worker=10) as batcher:
         pids: list[int] = []
         while len(set(pids)) < 4:
@@ -140,7 +140,7 @@ async def test_a_worker_is_recycled_after_its_batches_and_nobody_waits_for_it() 
         assert (stats.failed, stats.releases.get("retry", 0)) == (0, 0)
 
 
-async def test_a_worker_that_leaks_is_recycled_and_no_request_fails() -> None:
+async def test_leaking_worker_is_recycled_without_failures() -> None:
     """Fault F34."""
     settings: dict[str, Any] = {"max_rss_bytes": 200 * MEBI}
     async with DynBatcher(Leaks, 4, model_args=(10 * MEBI,), **settings) as batcher:
@@ -153,7 +153,7 @@ async def test_a_worker_that_leaks_is_recycled_and_no_request_fails() -> None:
 
 
 @pytest.mark.parametrize("way", ["recycled", "killed", "closed"])
-async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> None:
+async def test_ended_worker_needs_no_garbage_collection(way: str) -> None:
     """Its channel has a buffer of 256 KiB, and it may be minutes until the collector comes."""
     settings: dict[str, Any] = {"max_batches_per_worker": 1} if way == "recycled" else {}
     gc.collect()
@@ -172,7 +172,7 @@ async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> 
         gc.enable()
 
 
-async def test_a_worker_whose_successor_does_not_load_goes_on(
+async def test_worker_continues_if_successor_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     needed = tmp_path / "weights"
@@ -203,7 +203,7 @@ def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> float:
     return interval
 
 
-async def test_an_idle_worker_that_is_stopped_is_replaced(
+async def test_stopped_idle_worker_is_replaced(
     fast_heartbeat: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F22."""
@@ -216,7 +216,7 @@ async def test_an_idle_worker_that_is_stopped_is_replaced(
     assert f"it was idle and has not answered for {fast_heartbeat:g} seconds" in caplog.text
 
 
-async def test_requests_sent_to_a_stopped_worker_are_answered_by_its_replacement(
+async def test_replacement_answers_requests_of_stopped_worker(
     fast_heartbeat: float,
 ) -> None:
     """Fault F22."""
@@ -227,7 +227,7 @@ async def test_requests_sent_to_a_stopped_worker_are_answered_by_its_replacement
         assert await batcher.process_batched(None) != first
 
 
-async def test_a_worker_that_answers_pings_lives_on(
+async def test_worker_answering_pings_is_kept(
     fast_heartbeat: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F22."""

@@ -78,7 +78,7 @@ async def test_every_kind_and_size_comes_back_whole(
     assert "through a pipe" not in caplog.text
 
 
-async def test_whatever_dies_and_whoever_leaves_answers_are_whole(
+async def test_large_answers_survive_deaths_and_cancellations(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Random kills and cancellations, and an outbox that is too small for all."""
@@ -124,7 +124,7 @@ async def test_outputs_may_be_views_of_inputs(size: int) -> None:
         await free(batcher)
 
 
-async def test_an_answer_that_is_being_copied_outlives_its_worker(
+async def test_copied_answer_outlives_its_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = [("array", ASIDE, number) for number in range(3)]
@@ -145,7 +145,7 @@ async def test_an_answer_that_is_being_copied_outlives_its_worker(
     assert "signal 9" in caplog.text
 
 
-async def test_the_worker_goes_on_while_its_answer_is_copied_and_small_ones_overtake_it() -> None:
+async def test_small_answers_overtake_large_ones() -> None:
     async with opened(MakesLarge, max_batch_size=1) as batcher:
         with copier_held(batcher):
             task = call(batcher, ("array", ASIDE, 1))
@@ -173,7 +173,7 @@ async def test_no_deadline_counts_while_an_answer_is_copied() -> None:
         assert len(await outcome(task)) == ASIDE
 
 
-async def test_the_batcher_ends_when_what_is_being_copied_has_been_delivered() -> None:
+async def test_closing_waits_for_copied_answers() -> None:
     asked = [("array", ASIDE, number) for number in range(6)]
     async with opened(
         MakesLarge, max_batch_size=2, timeout=None, drain_timeout=10 * LIMIT
@@ -205,7 +205,7 @@ GARBAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-async def test_a_worker_that_says_something_else_lies_in_the_outbox_is_replaced(
+async def test_worker_with_false_outbox_claim_is_replaced(
     garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(TalksNonsense, restart_backoff=0.01) as batcher:

@@ -1,4 +1,4 @@
-"""What can lie in rows of shared memory, and how it is seen there."""
+"""Layouts of values in rows of shared memory."""
 
 import ctypes
 from typing import Any
@@ -86,7 +86,7 @@ def test_a_tensor_is_seen_as_it_was(tensor: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [np.zeros(5), torch.zeros(5)], ids=["array", "tensor"])
-def test_what_is_written_into_a_row_is_in_the_memory_and_in_no_other(value: Any) -> None:
+def test_row_writes_stay_inside_the_row(value: Any) -> None:
     rows, memory = copies(value)
     rows[1][:] = 7
     assert float(rows[0].sum()) == float(rows[2].sum()) == 0
@@ -116,5 +116,5 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("kind", WITHOUT)
-def test_what_is_not_simply_its_bytes_has_no_layout(kind: str) -> None:
+def test_values_beyond_plain_bytes_have_no_layout(kind: str) -> None:
     assert look(WITHOUT[kind]) is None

@@ -106,7 +106,7 @@ def test_a_value_comes_out_as_it_went_in(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("releases_gil", [None, True])
-def test_what_was_read_is_memory_of_its_own_and_can_be_written(
+def test_read_outputs_are_writable_copies(
     outbox: OutboxReader, writer: OutboxWriter, releases_gil: bool | None
 ) -> None:
     answer = left_answer(outbox, writer, [np.full(LARGE, 1, np.uint8), np.full(LARGE, 2, np.uint8)])
@@ -183,9 +183,7 @@ def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
         outbox.find(0, [10], [], [(10, 0)])
 
 
-def test_a_system_that_gives_and_takes_no_memory_is_no_harm(
-    outbox: OutboxReader, writer: OutboxWriter
-) -> None:
+def test_outbox_recovers_from_refused_memory(outbox: OutboxReader, writer: OutboxWriter) -> None:
     load(left_answer(outbox, writer, np.zeros(LARGE)))
     refuse_memory(writer._fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -197,9 +195,7 @@ def test_a_system_that_gives_and_takes_no_memory_is_no_harm(
     assert writer._ranges.count == 0
 
 
-def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
-    outbox: OutboxReader, writer: OutboxWriter
-) -> None:
+def test_unused_memory_returns_to_the_system(outbox: OutboxReader, writer: OutboxWriter) -> None:
     load(left_answer(outbox, writer, np.zeros(LARGE)))
     for _ in range(RESTS_TO_KEEP_MEMORY):  # it has been used since the last time
         assert memory_of(outbox._fd)
@@ -245,7 +241,7 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     outbox.close()
 
 
-def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
+def test_unmappable_outbox_reports_the_reason(outbox: OutboxReader) -> None:
     class Duplicate:
         """A descriptor in the other process, as `multiprocessing` passes it."""
 
@@ -259,7 +255,7 @@ def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_of_the_app_gives_its_copy_back(outbox: OutboxReader, writer: OutboxWriter) -> None:
+def test_forked_app_releases_its_copy(outbox: OutboxReader, writer: OutboxWriter) -> None:
     left(writer, np.zeros(LARGE))
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Which parts of a file are taken: never two at once, and everything comes back."""
+"""Allocation of ranges of a file: no overlap, and no leak."""
 
 from typing import Any
 
@@ -83,14 +83,14 @@ TestRanges = pytest.mark.slow(Model.TestCase)
 
 
 @given(st.integers(1, 2**40))
-def test_a_range_is_at_most_an_eighth_longer_than_asked_for(length: int) -> None:
+def test_range_exceeds_request_by_an_eighth_at_most(length: int) -> None:
     rounded = round_up(length)
     assert rounded % PAGE == 0
     assert 0 <= rounded - length < max(PAGE, length / 8 + 1)
     assert round_up(rounded) == rounded
 
 
-def test_what_is_used_again_stays_at_the_front() -> None:
+def test_reused_ranges_stay_at_the_front() -> None:
     ranges = Ranges(SIZE)
     first, second = ranges.take(PAGE), ranges.take(PAGE)
     assert (first, second) == (0, PAGE)

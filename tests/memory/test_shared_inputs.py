@@ -77,7 +77,7 @@ def test_a_large_input_is_shared(harness: SenderHarness, value: Any) -> None:
     assert harness.slabs.count == 1
 
 
-def test_a_large_batch_is_copied_by_the_thread_and_keeps_its_place(harness: SenderHarness) -> None:
+def test_thread_copies_a_large_batch_in_order(harness: SenderHarness) -> None:
     for value in ("before", filled(1, LARGE), "between", filled(2, LARGE), "after"):
         harness.batch(value)
     small = Kind.INPUT_ATOMS
@@ -106,7 +106,7 @@ def test_the_slabs_of_a_lost_worker_are_free(harness: SenderHarness) -> None:
     assert harness.slabs.count == 0
 
 
-def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(
+def test_slabs_visible_to_orphans_stay_occupied(
     harness: SenderHarness,
 ) -> None:
     for _ in range(3):
@@ -120,14 +120,14 @@ def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(
     assert [*harness.slabs._ranges._taken] == [start]
 
 
-def test_a_worker_cannot_free_a_batch_that_it_does_not_have(harness: SenderHarness) -> None:
+def test_worker_cannot_free_a_foreign_batch(harness: SenderHarness) -> None:
     harness.batch(np.zeros(SMALL, np.uint8))
     with pytest.raises(KeyError):
         harness.free(17)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
+def test_batch_without_room_uses_the_pipe(
     harness: SenderHarness, caplog: pytest.LogCaptureFixture, stages: int
 ) -> None:
     harness.worker.stages = stages
@@ -146,7 +146,7 @@ def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
     assert has_kept == (stages == 1)
 
 
-def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(
+def test_input_unpicklable_the_second_time_is_rejected(
     harness: SenderHarness,
 ) -> None:
     class Once:
@@ -203,7 +203,7 @@ def arrays_of_few_layouts(count: int) -> list[Any]:
     [(payloads, False, 8 * MEBI), (arrays_of_few_layouts, True, 12 * MEBI)],
     ids=["any", "arrays"],
 )
-async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
+async def test_payloads_survive_deaths_and_cancellations(
     make: Callable[[int], list[Any]],
     stages: bool,
     size: int,
@@ -244,7 +244,7 @@ both_ways = pytest.mark.parametrize("stages", [False, True])
 
 @anyio
 @both_ways
-async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs(
+async def test_kept_views_do_not_change_other_inputs(
     stages: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It answers with the sums of all that it has kept so far."""
@@ -263,7 +263,7 @@ async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_input
 
 @anyio
 @both_ways
-async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stages: bool) -> None:
+async def test_inputs_seen_by_forked_model_stay(gate: Gate, stages: bool) -> None:
     async with opened(ForksAndKeeps, gate.path, max_batch_size=1, stages=stages) as batcher:
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
@@ -275,7 +275,7 @@ async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stag
 
 
 @anyio
-async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
+async def test_kept_error_keeps_no_inputs() -> None:
     async with opened(KeepsErrors, max_batch_size=1) as batcher:
         for _ in range(3):
             got = await outcome(call(batcher, np.zeros(SMALL, np.uint8)))
@@ -285,7 +285,7 @@ async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
 
 @anyio
 @both_ways
-async def test_what_is_being_copied_is_answered_before_the_batcher_ends(stages: bool) -> None:
+async def test_closing_answers_batches_being_copied(stages: bool) -> None:
     arrays = [filled(number, LARGE) for number in range(6)]
     settings: dict[str, Any] = {"timeout": None, "drain_timeout": 10 * LIMIT}
     async with opened(Digests, max_batch_size=2, stages=stages, **settings) as batcher:
@@ -315,7 +315,7 @@ async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
 
 
 @anyio
-async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
+async def test_worker_is_recycled_after_the_copied_batch() -> None:
     values = payloads(60)
     async with opened(Digests, max_batch_size=2, max_batches_per_worker=3) as batcher:
         digests = await asyncio.gather(*map(batcher.process_batched, values))
@@ -323,7 +323,7 @@ async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> Non
 
 
 @anyio
-async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside() -> None:
+async def test_loop_copies_if_no_thread_starts() -> None:
     value = bytes(LARGE)
     async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
         with no_threads():
@@ -342,7 +342,7 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
 
 
 @anyio
-async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copied(
+async def test_another_worker_gets_the_copied_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
@@ -362,9 +362,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
 
 @both_ways
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
-    size: int, stages: bool
-) -> None:
+def test_another_loop_continues_after_closed_loop(size: int, stages: bool) -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher(Digests, max_batch_size=2)
     tasks: list[Any] = []
 
@@ -399,7 +397,7 @@ def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
 
 @anyio
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
+async def test_pipe_is_used_without_shared_memory(size: int) -> None:
     async with opened(Digests, max_shared_bytes=0) as batcher:
         assert not has_slabs(batcher)
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):

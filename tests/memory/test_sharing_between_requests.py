@@ -64,7 +64,7 @@ def make_batch(choice: random.Random) -> list[Any]:
 
 
 def canonical(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """What a value is, and which of its parts are one object, as something that can be compared."""
+    """Comparable form of a value and of the identity of its parts."""
     seen = {} if seen is None else seen
     if not isinstance(value, list | tuple | dict | bytearray | np.ndarray):
         return value
@@ -191,7 +191,7 @@ def allocated_array(batcher: DynBatcher[Any, Any], size: int, number: int) -> An
 )
 @anyio
 @one_loop
-async def test_a_model_may_write_into_any_array_and_a_retry_sees_it_as_it_was(
+async def test_retry_sees_original_arrays(
     tmp_path: Path, model: Any, make: "Callable[..., Any]"
 ) -> None:
     """Whatever its size, how many come at once, and whose array it is."""

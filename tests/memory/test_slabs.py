@@ -65,9 +65,7 @@ def write(slabs: Slabs, part: Section, data: bytes = b"x") -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("releases_gil", [False, True])
-def test_the_worker_sees_what_was_written(
-    slabs: Slabs, views: SlabViews, releases_gil: bool
-) -> None:
+def test_worker_sees_written_bytes(slabs: Slabs, views: SlabViews, releases_gil: bool) -> None:
     random = np.random.default_rng(1)
     pieces: list[tuple[int, bytes | memoryview]] = [
         (0, b"short"),
@@ -87,7 +85,7 @@ def test_the_worker_sees_what_was_written(
 
 
 @pytest.mark.parametrize("piece", [b"bytes", memoryview(b"read-only"), memoryview(bytearray(9))])
-def test_any_buffer_is_copied_to_an_address_and_nothing_behind_it(piece: Any) -> None:
+def test_copy_stays_inside_the_target(piece: Any) -> None:
     target = np.zeros(len(piece) + 1, np.uint8)
     copy_buffer(target.ctypes.data, piece)
     assert target.tobytes() == bytes(piece) + b"\0"
@@ -103,9 +101,7 @@ def volatile(address: int, size: int) -> memoryview:
 
 
 @pytest.mark.slow
-def test_memory_that_may_be_freed_is_copied_whole_or_is_an_error(
-    slabs: Slabs, views: SlabViews
-) -> None:
+def test_freeable_memory_is_copied_whole_or_fails(slabs: Slabs, views: SlabViews) -> None:
     source = np.random.default_rng(0).integers(0, 255, 3 * MEBI, np.uint8)
     part = taken(slabs, 3 * MEBI)
     slabs.write(part, [(0, volatile(source.ctypes.data, source.nbytes))], releases_gil=True)
@@ -138,7 +134,7 @@ def test_the_app_may_write(slabs: Slabs, views: SlabViews) -> None:
 # --- memory of the system -------------------------------------------------------------------------
 
 
-def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Slabs) -> None:
+def test_adjacent_parts_are_mapped_once(slabs: Slabs) -> None:
     slab = reserved(slabs, MEBI)
     assert slab.start == 0
     lengths = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
@@ -151,7 +147,7 @@ def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Sl
     assert memory_of(slabs._fd) == 3 * PAGE
 
 
-def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
+def test_missing_memory_fails_before_writing(slabs: Slabs) -> None:
     small = taken(slabs, MEBI)
     write(slabs, small, b"before")
     refuse_memory(slabs._fd)
@@ -170,7 +166,7 @@ def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) 
 # --- ranges ---------------------------------------------------------------------------------------
 
 
-def test_a_slab_is_taken_as_long_as_there_is_a_reference_to_it_or_a_part_of_it(
+def test_referenced_slab_stays_occupied(
     slabs: Slabs,
 ) -> None:
     slab = reserved(slabs, MEBI)
@@ -194,7 +190,7 @@ def test_a_slab_is_taken_as_long_as_there_is_a_reference_to_it_or_a_part_of_it(
 
 
 @pytest.mark.slow
-def test_a_batch_is_free_when_the_last_view_of_it_has_died(views: SlabViews) -> None:
+def test_last_view_frees_the_batch(views: SlabViews) -> None:
     """Not as long as there is a reshape of a slice of a view."""
     view = views.view(BATCH)
     array = np.frombuffer(view[64 : 64 + 4 * 3000], np.float32)
@@ -214,7 +210,7 @@ def test_a_batch_is_free_when_the_last_view_of_it_has_died(views: SlabViews) -> 
 
 @pytest.fixture
 def progress(views: SlabViews) -> Iterator[WorkerProgress]:
-    """What the parent of the worker reads."""
+    """Answers that the worker's parent reads."""
     progress = WorkerProgress()
     views.report_forks(progress)
     yield progress
@@ -249,7 +245,7 @@ class Child:
 
 
 @pytest.mark.slow
-def test_a_batch_is_free_when_neither_this_process_nor_a_child_may_view_it(
+def test_batch_is_free_without_views_in_children(
     views: SlabViews, progress: WorkerProgress
 ) -> None:
     Child().end()
@@ -269,7 +265,7 @@ def test_a_batch_is_free_when_neither_this_process_nor_a_child_may_view_it(
 
 
 @pytest.mark.slow
-def test_without_a_descriptor_for_a_pipe_a_batch_that_a_child_may_view_is_never_free(
+def test_batch_stays_occupied_without_a_pipe(
     views: SlabViews,
 ) -> None:
     held = views.view(1)
@@ -302,7 +298,7 @@ def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
 
 
 @pytest.mark.slow
-def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() -> None:
+def test_forked_views_keep_memory_of_other_process() -> None:
     context = multiprocessing.get_context("spawn")
     slabs = Slabs(SIZE)
     slab = taken(slabs, PAGE)
@@ -322,7 +318,7 @@ def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() 
 
 
 @pytest.mark.slow
-def test_a_fork_of_the_app_gives_its_copy_back_whatever_a_thread_is_doing(slabs: Slabs) -> None:
+def test_forked_app_releases_its_copy(slabs: Slabs) -> None:
     write(slabs, taken(slabs, MEBI), bytes(MEBI))
     with slabs._lock:
         pid = os.fork()
@@ -335,7 +331,7 @@ def test_a_fork_of_the_app_gives_its_copy_back_whatever_a_thread_is_doing(slabs:
 # --- the end --------------------------------------------------------------------------------------
 
 
-def test_after_the_end_nothing_is_taken_or_written() -> None:
+def test_closed_slabs_are_not_used() -> None:
     slabs = Slabs(SIZE)
     slab = taken(slabs, PAGE)
     slabs.close()
@@ -350,7 +346,7 @@ def test_after_the_end_nothing_is_taken_or_written() -> None:
         slabs.lend(slab)
 
 
-def test_the_memory_stays_until_a_copy_that_is_being_made_is_over() -> None:
+def test_memory_stays_until_the_copy_ends() -> None:
     slabs = Slabs(SIZE)
     slab = taken(slabs, MEBI)
     copying, go_on = threading.Event(), threading.Event()
@@ -376,7 +372,7 @@ def test_the_memory_stays_until_a_copy_that_is_being_made_is_over() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_may_not_map_that_much_gets_an_error(slabs: Slabs) -> None:
+def test_failed_mapping_is_an_error(slabs: Slabs) -> None:
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_AS, (MEBI, MEBI))

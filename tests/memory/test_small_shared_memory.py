@@ -81,9 +81,7 @@ def in_small_shm(*command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["small", "full", "no memfd in Python", "no memfd at all"])
-def test_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
-    what: str, tmp_path: Path
-) -> None:
+def test_large_values_pass_with_little_shared_memory(what: str, tmp_path: Path) -> None:
     """Fault F53."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -122,7 +120,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_worker_that_may_not_have_so_much_address_space_says_what_to_lower(
+def test_limited_address_space_error_names_the_setting(
     tmp_path: Path,
 ) -> None:
     program, interpreter = tmp_path / "program.py", tmp_path / "python"

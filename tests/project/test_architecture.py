@@ -187,14 +187,14 @@ def ours(target: Import) -> str | None:
 
 
 def run_python(program: str, *options: str) -> Any:
-    """What a fresh interpreter prints, as JSON."""
+    """Output of a fresh interpreter, as JSON."""
     done = run_command([sys.executable, *options, "-c", program])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def modules_after(statement: str, options: tuple[str, ...] = ("-I", "-S")) -> set[str]:
-    """What is loaded after it; by default Python itself and this package alone are on the path."""
+    """Modules loaded after a statement; by default the path has only Python and this package."""
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); {statement}\n"
         "import json; print(json.dumps(sorted(sys.modules)))"
@@ -212,7 +212,7 @@ def top_levels(modules: set[str]) -> set[str]:
 
 
 @every_source
-def test_a_file_imports_from_its_own_floor_or_below(name: str) -> None:
+def test_files_import_from_their_layer_or_below(name: str) -> None:
     """Each thing at the edge can be left out: it is imported by itself alone.
 
     So can the package's own `__init__` be left out, which the integration imports.
@@ -240,7 +240,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if FLOORS[SOURCES[name].part] == LEAVES])
-def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
+def test_leaves_import_only_errors_and_leaves(name: str) -> None:
     inside = {inside for target in SOURCES[name].imports() if (inside := ours(target)) is not None}
     part = SOURCES[name].part
     like = {one for one in inside if one.partition(".")[0] == part}
@@ -248,7 +248,7 @@ def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if SOURCES[name].part in MAY_IMPORT])
-def test_the_core_and_what_joins_arrays_use_little_of_python(name: str) -> None:
+def test_core_and_arrays_import_few_modules(name: str) -> None:
     for target in SOURCES[name].imports():
         assert ours(target) != "_process"
         if ours(target) is None:
@@ -258,7 +258,7 @@ def test_the_core_and_what_joins_arrays_use_little_of_python(name: str) -> None:
 
 
 def direct_imports(name: str) -> set[str]:
-    """What a file loads of ours when it is loaded."""
+    """Modules of the package that a file imports when it is loaded."""
     found = set()
     for target in SOURCES[name].imports():
         inside = ours(target)
@@ -269,7 +269,7 @@ def direct_imports(name: str) -> set[str]:
 
 
 def reachable_from(name: str) -> set[str]:
-    """What is loaded of ours because of it, itself included."""
+    """Modules of the package that are loaded because of a module, itself included."""
     reached: set[str] = set()
     todo = {name}
     while todo:
@@ -292,7 +292,7 @@ def test_the_core_has_no_coroutines(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["_worker.main", "_ray.actor"])
-def test_nothing_that_the_worker_loads_is_of_the_parents_half(name: str) -> None:
+def test_worker_loads_no_parent_code(name: str) -> None:
     reached = reachable_from(name)
     assert "_transport.channels" in reached
     assert not {name.split(".")[0] for name in reached} & NOT_OF_OURS_IN_WORKER
@@ -330,7 +330,7 @@ def test_host_and_actor_alone_import_ray() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("-I", "-S"), ()], ids=["Python alone", "all is installed"])
-def test_the_package_and_the_batcher_load_python_and_themselves_alone(
+def test_importing_loads_only_the_standard_library(
     options: tuple[str, ...],
 ) -> None:
     # What is installed may load more of its own when the interpreter starts.
@@ -342,7 +342,7 @@ def test_the_package_and_the_batcher_load_python_and_themselves_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["dynamic", "inference", "aio", "aio.inference"])
-def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) -> None:
+def test_decorators_load_no_process_code(module: str) -> None:
     loaded = modules_after(f"import fast_batcher.{module}")
     assert f"{PACKAGE}._local.decorated" in loaded
     assert top_levels(loaded) <= PYTHON_AND_OURS
@@ -376,14 +376,14 @@ def test_importing_starts_nothing_and_changes_nothing() -> None:
 
 
 @every_source
-def test_every_file_says_what_it_is_for(name: str) -> None:
+def test_every_file_has_a_docstring(name: str) -> None:
     docstring = ast.get_docstring(SOURCES[name].tree)
     assert docstring is not None
     assert docstring.splitlines()[0].endswith((".", ":"))
 
 
 @every_source
-def test_nobody_calls_what_is_forbidden(name: str) -> None:
+def test_forbidden_functions_are_not_called(name: str) -> None:
     # A command is a program: the loop is its own.
     allowed = ["asyncio.run"] if SOURCES[name].part == "_cli" else []
     assert [use for use in forbidden_uses(SOURCES[name].tree) if use not in allowed] == []

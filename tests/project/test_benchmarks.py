@@ -53,7 +53,7 @@ def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
 # Figures and tables.
 
 
-def test_a_spread_is_median_and_range_without_an_exponent() -> None:
+def test_spread_is_median_and_range() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert Spread.of([]) is None
     assert str(Spread(2.345678, 0.00021, 123456.7)) == "2.35 (0.0002-123457)"
@@ -80,7 +80,7 @@ def test_a_verdict_compares_the_median_with_its_bar() -> None:
 
 
 @pytest.mark.slow
-def test_published_tables_say_what_the_stored_results_say() -> None:
+def test_published_tables_match_stored_results() -> None:
     command = [sys.executable, "-m", "benchmarks.publish", "--check"]
     done = run_command(command, cwd=ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, "up to date"), done.stderr
@@ -90,7 +90,7 @@ def test_published_tables_say_what_the_stored_results_say() -> None:
 
 
 @pytest.mark.slow
-def test_a_busy_child_counts_as_workers_and_an_idle_one_hardly() -> None:
+def test_cpu_time_of_children_counts_as_workers() -> None:
     work = "import time\nwhile time.process_time() < 0.2: pass"
     start = TreeCpu.read()
     with child(work) as busy, child("") as idle:
@@ -107,7 +107,7 @@ def test_a_busy_child_counts_as_workers_and_an_idle_one_hardly() -> None:
 
 
 @pytest.mark.slow
-def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
+def test_open_loop_counts_answered_and_lost_requests() -> None:
     answered = 0
 
     async def refuse_every_fourth(value: object) -> object:
@@ -138,7 +138,7 @@ def test_means_of_batches_and_rates_of_callers() -> None:
 
 
 @pytest.mark.slow
-def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_path: Path) -> None:
+def test_overhead_command_stores_its_results(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]
     command += ["--seconds", "0.05", "--repetitions", "2", "--loops", "asyncio"]

@@ -43,7 +43,7 @@ def read_services() -> dict[str, Any]:
 
 
 @each_image
-def test_an_image_is_slim_runs_as_a_numbered_user_and_installs_before_any_code(path: Path) -> None:
+def test_image_is_slim_and_runs_as_numbered_user(path: Path) -> None:
     (base,) = values(path, "FROM")
     version = re.fullmatch(r"python:(3\.\d+)-slim", base)
     assert version
@@ -58,7 +58,7 @@ def test_an_image_is_slim_runs_as_a_numbered_user_and_installs_before_any_code(p
 
 
 @each_image
-def test_an_image_is_healthy_in_time_and_is_granted_the_time_to_end(path: Path) -> None:
+def test_image_has_health_check_and_stop_time(path: Path) -> None:
     (text,) = values(path, "CMD")
     command = json.loads(text)
     granted = float(command[command.index("--timeout-graceful-shutdown") + 1])
@@ -73,7 +73,7 @@ def test_an_image_is_healthy_in_time_and_is_granted_the_time_to_end(path: Path) 
     assert f":{command[command.index('--port') + 1]}/readyz" in check
 
 
-def test_the_services_are_hardened_and_built_from_the_images() -> None:
+def test_services_are_hardened() -> None:
     services = read_services()
     assert [path.name for path in DOCKERFILES] == [f"{name}.Dockerfile" for name in services]
     for name, service in services.items():
@@ -83,7 +83,7 @@ def test_the_services_are_hardened_and_built_from_the_images() -> None:
 
 
 @pytest.mark.slow
-def test_the_profile_scrapes_the_apps_and_shows_the_dashboard(tmp_path: Path) -> None:
+def test_profile_scrapes_apps_and_shows_dashboard(tmp_path: Path) -> None:
     content = read_yaml("compose.yaml")
     services = content["services"].items()
     profile = {name: one for name, one in services if "profiles" in one}

@@ -23,7 +23,7 @@ PROGRAMS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "printed"), PROGRAMS)
-def test_a_program_prints_what_the_page_says(code: str, printed: str, tmp_path: Path) -> None:
+def test_programs_print_the_shown_output(code: str, printed: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(code)
     done = run_command(
@@ -78,7 +78,7 @@ def test_every_test_that_guarantees_name_exists() -> None:
         assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
 
 
-def test_the_comparison_links_what_fast_batcher_has_and_names_what_is_missing() -> None:
+def test_comparison_links_abilities_and_names_missing_ones() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
     abilities = 0
     for section in page.split("\n## ")[1:]:
@@ -91,13 +91,13 @@ def test_the_comparison_links_what_fast_batcher_has_and_names_what_is_missing() 
     assert abilities > 100
 
 
-def test_the_comparison_is_of_the_versions_that_the_benchmarks_pin() -> None:
+def test_comparison_names_the_pinned_versions() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
     for peer in ("fast_dynamic_batcher", "batched", "bentoml", "litserve", "mosec", "ray_serve"):
         assert f" {PEERS[peer][0].partition('==')[2]}" in " ".join(page.split()), peer
 
 
-def test_every_fault_is_shown_by_a_test_that_names_it() -> None:
+def test_every_fault_has_a_test() -> None:
     page = (ROOT / "docs" / "faults.md").read_text()
     listed = {row[2:5] for row in page.splitlines() if FAULT.match(row[2:5])}
     named = {

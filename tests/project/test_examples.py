@@ -85,7 +85,7 @@ def read_stats(client: httpx2.Client, name: str) -> tuple[int, int]:
 # --- quickstart -----------------------------------------------------------------------------------
 
 
-def test_the_first_code_block_of_the_readme_is_the_quickstart() -> None:
+def test_readme_begins_with_the_quickstart() -> None:
     block = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     assert block is not None
     assert block[1] == (EXAMPLES / "quickstart.py").read_text()
@@ -97,7 +97,7 @@ def test_the_first_code_block_of_the_readme_is_the_quickstart() -> None:
     [("examples.quickstart:app", ROOT), ("quickstart:app", EXAMPLES)],
     ids=["from the repository", "from the folder"],
 )
-def test_the_quickstart_answers_each_of_many_requests_at_once(app: str, directory: Path) -> None:
+def test_quickstart_answers_concurrent_requests(app: str, directory: Path) -> None:
     words = re.findall(r"[a-z]+", " ".join(SENTENCES[:20]))
     with (
         run_server(app, directory) as address,
@@ -130,7 +130,7 @@ def test_the_quickstart_answers_each_of_many_requests_at_once(app: str, director
     ],
     ids=["empty", "blank", "too long", "number", "null", "surrogate", "no text", "no object"],
 )
-def test_bad_input_is_422_and_never_reaches_the_model(
+def test_bad_input_is_422_before_the_model(
     embeddings: httpx2.Client, path: str, body: object
 ) -> None:
     name = {"/embed": "batched", "/embed-unbatched": "unbatched"}[path]
@@ -142,7 +142,7 @@ def test_bad_input_is_422_and_never_reaches_the_model(
 
 
 @pytest.mark.slow
-def test_whatever_is_sent_the_app_never_fails(embeddings_server: str) -> None:
+def test_no_input_makes_the_app_fail(embeddings_server: str) -> None:
     """Requests made from the app's own OpenAPI description, valid and not."""
     command = ["run", f"{embeddings_server}/openapi.json", "--max-examples", "40", "--seed", "20"]
     checks = "not_a_server_error,content_type_conformance,response_schema_conformance"
@@ -153,7 +153,7 @@ def test_whatever_is_sent_the_app_never_fails(embeddings_server: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/embed", "/embed-unbatched"])
-def test_answers_to_many_at_once_are_the_models_own(
+def test_concurrent_answers_are_the_models(
     embeddings: httpx2.Client, own_answers: np.ndarray[Any, Any], path: str
 ) -> None:
     answers = ask_all(embeddings, path, SENTENCES[: len(own_answers)])
@@ -164,7 +164,7 @@ def test_answers_to_many_at_once_are_the_models_own(
 
 
 @pytest.mark.slow
-def test_requests_in_flight_share_batches_at_one_endpoint_and_not_at_the_other(
+def test_only_the_batched_endpoint_shares_batches(
     embeddings: httpx2.Client,
 ) -> None:
     sizes = {}

@@ -63,7 +63,7 @@ def run_commands(section: int, address: str) -> list[str]:
     return done.stdout.replace("}{", "}\n{").splitlines()
 
 
-def test_the_script_prints_what_the_tutorial_says(folder: Path) -> None:
+def test_script_prints_the_output_of_the_tutorial(folder: Path) -> None:
     (printed,) = re.findall(r"^```text\n(.*?)^```", read("tutorial.md"), re.MULTILINE | re.DOTALL)
     done = run_command(
         [sys.executable, "-W", "error", "try_it.py"], cwd=folder, env={"PYTHONPATH": str(ROOT)}

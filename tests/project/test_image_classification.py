@@ -59,7 +59,7 @@ def classifier() -> Iterator[ImageClassifier]:
 
 
 @pytest.mark.parametrize("arch", TORCHVISION)
-def test_a_network_has_torchvisions_parameters_and_gives_one_score_per_class(arch: str) -> None:
+def test_network_has_torchvision_parameters(arch: str) -> None:
     network = ARCHITECTURES[arch](classes=1000).eval()
     state = network.state_dict()
     text = "\n".join(f"{name} {tuple(value.shape)}" for name, value in state.items())
@@ -76,7 +76,7 @@ def test_a_network_has_torchvisions_parameters_and_gives_one_score_per_class(arc
 
 
 @pytest.mark.slow
-def test_a_batch_gives_each_image_what_it_gets_alone(
+def test_batch_and_single_images_give_equal_results(
     classifier: ImageClassifier,
 ) -> None:
     images = [classifier.prepare(make_image(seed)) for seed in range(3)]
@@ -93,7 +93,7 @@ def test_a_batch_gives_each_image_what_it_gets_alone(
 
 
 def array_of(image: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What the network is given for this image."""
+    """Input of the network for this image."""
     return to_input(torch.tensor(decode(image))[None], torch.float32)[0].contiguous().numpy()
 
 
@@ -116,7 +116,7 @@ def client(address: str) -> Iterator[httpx2.Client]:
 
 
 @pytest.mark.slow
-def test_of_many_images_and_arrays_at_once_each_gets_its_own_answer(
+def test_concurrent_images_get_their_own_answers(
     client: httpx2.Client, classifier: ImageClassifier
 ) -> None:
     images = [make_image(seed) for seed in range(6)]
@@ -141,7 +141,7 @@ def test_of_many_images_and_arrays_at_once_each_gets_its_own_answer(
 
 
 @pytest.mark.slow
-def test_an_array_of_another_length_or_without_a_class_is_refused(client: httpx2.Client) -> None:
+def test_invalid_array_is_rejected(client: httpx2.Client) -> None:
     answer = client.post("/classify-array", content=bytes(602_111))
     assert answer.status_code == 422
     assert answer.json()["code"] == "wrong_length"

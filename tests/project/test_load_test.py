@@ -55,7 +55,7 @@ def target() -> Iterator[Target]:
 
 
 @pytest.mark.slow
-def test_in_a_closed_loop_every_request_is_answered_and_counted(target: Target) -> None:
+def test_closed_loop_counts_every_answer(target: Target) -> None:
     settings = replace(SETTINGS, client_processes=2)
     figures = measure(target, Case("batched", "/double", 5), 0, settings).figures
     assert figures["requests"] > 0
@@ -70,7 +70,7 @@ def test_in_a_closed_loop_every_request_is_answered_and_counted(target: Target) 
 
 
 @pytest.mark.slow
-def test_in_an_open_loop_exactly_the_arrivals_that_were_drawn_are_sent(target: Target) -> None:
+def test_open_loop_sends_exactly_the_drawn_arrivals(target: Target) -> None:
     (plan,) = make_plans(target, Case("batched", "/double", 50, rate=200.0), 0, SETTINGS)
     (record,) = run_clients([plan])
     arrivals = draw_arrivals(plan, 0.0, random.Random(plan.seed))
@@ -83,7 +83,7 @@ def test_in_an_open_loop_exactly_the_arrivals_that_were_drawn_are_sent(target: T
 
 
 @pytest.mark.slow
-def test_in_an_open_loop_waiting_for_a_connection_counts(target: Target) -> None:
+def test_open_loop_counts_connection_wait(target: Target) -> None:
     (plan,) = make_plans(target, Case("slow", "/slow", 1, rate=100.0), 0, SHORT)
     (record,) = run_clients([plan])
     # One connection answers one request in SLOWNESS: the last cannot be answered before all.
@@ -140,7 +140,7 @@ def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
 
 
 @pytest.mark.slow
-def test_the_load_test_runs_from_the_command_line_and_stores_what_it_measured(
+def test_load_test_command_stores_its_results(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "body").write_bytes(BODIES[0])

@@ -1,4 +1,4 @@
-"""How fast large arrays are: what is measured, and how the bars are judged."""
+"""The benchmark of large arrays: measurements and bars."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ def load(callers: int) -> Load:
     return Load("ArrayStacked", callers, callers, 0.05, array_shape=(100,))
 
 
-def test_the_last_arrival_is_timed_and_not_the_others() -> None:
+def test_only_the_last_arrival_is_timed() -> None:
     waiting: list[tuple[Any, asyncio.Future[Any]]] = []
     # Two moments on one clock: they cannot be closer than what lies between them.
     took = 0.01
@@ -36,7 +36,7 @@ def test_the_last_arrival_is_timed_and_not_the_others() -> None:
     assert figures["whole"] == 1.0
 
 
-def test_batches_that_were_not_whole_are_told_and_mixed_up_answers_are_seen() -> None:
+def test_incomplete_batches_and_mixed_answers_are_reported() -> None:
     async def alone(value: Any) -> Any:
         return ArrayStacked().infer([value])[0]
 

@@ -65,7 +65,7 @@ def client(address: str) -> Iterator[httpx2.Client]:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_each_object_of_a_picture_has_its_box_and_label(client: httpx2.Client, kind: str) -> None:
+def test_each_object_has_its_box_and_label(client: httpx2.Client, kind: str) -> None:
     answer = client.post("/objects", content=encode(draw_objects(), kind))
     assert (answer.status_code, answer.json()) == (200, FOUND)
 
@@ -95,9 +95,7 @@ def test_a_picture_without_objects_never_reaches_the_classifier(client: httpx2.C
     ],
     ids=["empty", "cut off", "too large"],
 )
-def test_what_is_no_picture_is_422_and_reaches_no_model(
-    client: httpx2.Client, path: str, body: bytes, reason: str
-) -> None:
+def test_invalid_picture_is_422(client: httpx2.Client, path: str, body: bytes, reason: str) -> None:
     before = client.get("/stats").json()
     answer = client.post(path, content=body)
     assert answer.status_code == 422
@@ -176,7 +174,7 @@ def test_objects_of_several_pictures_share_a_batch(
     assert [one.result(LIMIT).json() for one in answers] == [FOUND_ELLIPSE] + 3 * [FOUND]
 
 
-def test_a_deadline_that_passes_in_the_first_model_ends_the_chain(
+def test_deadline_in_first_model_ends_the_chain(
     held: str, clients: ThreadPoolExecutor, arrive: Arrive
 ) -> None:
     before = ask_until(held)
@@ -189,7 +187,7 @@ def test_a_deadline_that_passes_in_the_first_model_ends_the_chain(
     assert_goes_on(held, clients, arrive)
 
 
-def test_the_second_model_gets_what_the_first_has_left_of_the_time(
+def test_second_model_gets_the_remaining_time(
     held: str, clients: ThreadPoolExecutor, arrive: Arrive
 ) -> None:
     before = ask_until(held)
@@ -205,7 +203,7 @@ def test_the_second_model_gets_what_the_first_has_left_of_the_time(
 
 
 @pytest.mark.parametrize(("model", "requests"), [("detector", 1), ("classifier", 3)])
-def test_a_client_that_disconnects_cancels_the_call_that_runs(
+def test_disconnect_cancels_the_running_call(
     held: str, clients: ThreadPoolExecutor, arrive: Arrive, model: str, requests: int
 ) -> None:
     before = ask_until(held)

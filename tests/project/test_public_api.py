@@ -1,4 +1,4 @@
-"""What users may rely on: names, import paths, signatures, and that each is explained and typed."""
+"""Public interface: names, import paths, signatures, docstrings and types."""
 
 import importlib
 import importlib.metadata
@@ -64,19 +64,19 @@ def test_every_error_can_be_imported_from_both_places() -> None:
 @pytest.mark.parametrize(
     ("module", "name"), [("dyn_batcher", "DynBatcher"), ("inference_template", "InferenceModel")]
 )
-def test_the_import_paths_of_fast_dynamic_batcher_bring_one_name(module: str, name: str) -> None:
+def test_old_import_paths_have_one_name(module: str, name: str) -> None:
     path = importlib.import_module(f"fast_batcher.{module}")
     assert getattr(path, name) is getattr(fast_batcher, name)
     assert [one for one in vars(path) if one[0] != "_"] == path.__all__ == [name]
 
 
-def test_what_the_fastapi_package_offers_can_be_imported_from_it() -> None:
+def test_public_names_of_fastapi_package_are_importable() -> None:
     package = importlib.import_module("fast_batcher.fastapi")
     assert {"JsonEndpoint", "cancel_on_disconnect", "read_array"} < set(package.__all__)
     assert all(hasattr(package, name) for name in package.__all__)
 
 
-def test_the_version_is_the_one_of_the_installed_package() -> None:
+def test_version_is_the_installed_version() -> None:
     assert fast_batcher.__version__ == importlib.metadata.version("fast_batcher")
 
 
@@ -89,7 +89,7 @@ def test_nothing_is_needed_besides_python() -> None:
 # Signatures. The table of parameters in the design wins over every other document.
 
 
-def test_the_decorators_take_what_those_of_batched_take() -> None:
+def test_decorators_accept_the_arguments_of_batched() -> None:
     """The parameters of batched 0.1.5, in their order and with their defaults, before our own."""
     first = [("func", None), ("batch_size", 32), ("timeout_ms", 5.0), ("small_batch_threshold", 8)]
     pad = [("pad_tokens", None), ("padding_side", "right")]
@@ -193,7 +193,7 @@ def default_in_documents(option: Option) -> str:
     return show_bytes(default) if option.range.unit == "bytes" and default else str(default)
 
 
-def test_the_table_of_settings_is_the_list_of_options() -> None:
+def test_settings_table_lists_all_options() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     own = {"`model`", "`model_args`", "`model_kwargs`"}
@@ -205,7 +205,7 @@ def test_the_table_of_settings_is_the_list_of_options() -> None:
         assert meaning.startswith(option.doc), name
 
 
-def test_each_option_says_what_a_file_or_a_command_line_needs() -> None:
+def test_each_option_is_complete() -> None:
     assert list(OPTIONS) == list(Settings.__annotations__)
     assert {name for name, option in OPTIONS.items() if option.is_live} == {
         *Reconfiguration.__annotations__
@@ -242,7 +242,7 @@ def test_the_methods(method: str, signature: str) -> None:
     assert str(inspect.Signature(bare)) == signature
 
 
-def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
+def test_batcher_has_exactly_these_public_names() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder")
     assert [name for name in dir(batcher) if name[0] != "_"] == [
         *(

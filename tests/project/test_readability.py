@@ -51,7 +51,7 @@ def modules_imported(name: str) -> set[str]:
 
 
 def test_the_package_keeps_within_its_budget() -> None:
-    """Who adds says what leaves, or raises the budget with a reason."""
+    """An addition removes something, or raises the budget with a reason."""
     assert len(SOURCES) <= MOST_FILES
     assert sum(len(path.read_text().splitlines()) for path in SOURCES.values()) <= MOST_LINES
 
@@ -65,7 +65,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert sorted(imports) == []
 
 
-def test_no_name_is_defined_twice_at_the_top_of_modules() -> None:
+def test_top_level_names_are_unique() -> None:
     """So that a search finds one definition."""
     places = collections.defaultdict(set)
     for name, tree in TREES.items():
@@ -93,7 +93,7 @@ def test_no_callback_is_swapped_at_run_time(name: str) -> None:
                 assert target.value.id == "self", ast.unparse(node)
 
 
-def test_what_concerns_the_whole_process_is_in_few_places() -> None:
+def test_process_wide_state_is_in_few_modules() -> None:
     setters = {
         name
         for name, tree in TREES.items()
@@ -111,7 +111,7 @@ def test_what_concerns_the_whole_process_is_in_few_places() -> None:
     assert setters == PROCESS_WIDE.keys()
 
 
-def test_every_source_that_a_comment_names_is_in_the_repository() -> None:
+def test_files_named_in_comments_exist() -> None:
     named = re.compile(r"\b((?:benchmarks|docs|tests|examples)/[\w./-]*[\w-])")
     missing = [
         f"{name}: {path}"

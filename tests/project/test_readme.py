@@ -1,4 +1,4 @@
-"""What README and documents show is formatted as our own, and runs with an installed package."""
+"""Programs of README and documents: their format, and runs with an installed package."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ OURS = "fast_batcher"
 
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_what_a_program_imports_of_ours_is_there(number: int) -> None:
+def test_imported_names_of_programs_exist(number: int) -> None:
     imports = [
         ast.unparse(node)
         for node in ast.walk(ast.parse(PROGRAMS[number]))
@@ -93,9 +93,7 @@ def run(python: str, code: str, folder: Path) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_package_and_nothing_else_of_the_checkout(
-    installed: str, tmp_path: Path
-) -> None:
+def test_wheel_has_only_the_package(installed: str, tmp_path: Path) -> None:
     found = (
         "from importlib.util import find_spec\nimport fast_batcher\nprint(fast_batcher.__file__)"
     )
@@ -185,7 +183,7 @@ def test_an_installed_package_runs_a_decorated_function(installed: str, tmp_path
 
 
 @pytest.mark.slow
-def test_an_installed_package_passes_the_test_of_an_app(installed: str, saved: Path) -> None:
+def test_installed_package_passes_app_tests(installed: str, saved: Path) -> None:
     done = run_command(
         [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"], cwd=saved
     )

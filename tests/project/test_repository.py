@@ -42,7 +42,7 @@ def test_citation_agrees_with_package() -> None:
     assert citation["url"] == PROJECT["urls"]["Documentation"]
 
 
-def test_ci_runs_what_the_repository_says() -> None:
+def test_ci_runs_the_documented_commands() -> None:
     workflow = read(".github/workflows/ci.yml")
     assert {"push", "pull_request"} <= workflow["on"].keys()
     (job,) = workflow["jobs"].values()

@@ -46,7 +46,7 @@ def mean_seconds(batcher: Batcher, model: Model, load: float, seed: int) -> floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.7])
-def test_one_at_a_time_is_the_formula_of_pollaczek_and_khinchine(load: float) -> None:
+def test_batches_of_one_match_pollaczek_khinchine(load: float) -> None:
     service = SINGLE.seconds(1)
     exact = service + load * service / (2 * (1 - load))
     found = Estimate.of([mean_seconds(Ours("greedy", 1), SINGLE, load, s) for s in SEEDS])
@@ -58,7 +58,7 @@ def test_one_at_a_time_is_the_formula_of_pollaczek_and_khinchine(load: float) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_and_the_optimum_are_what_their_chains_say(name: str) -> None:
+def test_greedy_and_optimum_match_their_markov_chains(name: str) -> None:
     """Each in virtual time, and the exact mean of the policy that it follows."""
     model, load = MODELS[name], 0.7
     solved = optimum(model, load)
@@ -85,7 +85,7 @@ def test_greedy_and_the_optimum_are_what_their_chains_say(name: str) -> None:
 # Our policies, where they differ.
 
 
-def test_ours_takes_a_lone_request_at_once_and_then_all_that_wait() -> None:
+def test_lone_request_and_then_all_waiting_requests() -> None:
     # The second and third come while the first one runs.
     assert latencies(Ours("greedy", 4), [1.0, 1.002, 1.003]) == [10.0, 18.0, 17.0]
 
@@ -107,7 +107,7 @@ class PaddedWorker(Worker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fixed", [0, 40, 1000])
-def test_lengths_are_padded_much_less_than_in_order_whatever_the_budget(fixed: int) -> None:
+def test_cost_reduces_padding_at_every_budget(fixed: int) -> None:
     """Texts of 40 tokens in the mean and 256 at most; a batch costs `fixed` tokens by itself."""
     model = Model("tokens", fixed * 1e-4, 1e-4, 32, target=1.0)
     costs = [min(256.0, 40 * cost) for cost in log_normal_costs(20_000, 1.0, 1)]
@@ -128,7 +128,7 @@ def test_lengths_are_padded_much_less_than_in_order_whatever_the_budget(fixed: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", METHOD_LOADS)
-def test_the_rare_one_of_two_methods_has_at_most_twice_its_p99_alone(load: float) -> None:
+def test_rare_method_has_bounded_p99(load: float) -> None:
     """On the model whose batches cost little by themselves, so that only the order decides."""
     found = methods(Cell("methods", "cpu", load), FIRST_SEED, scale=0.3)
     assert found[RARE]["lost"] == 0

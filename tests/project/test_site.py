@@ -133,7 +133,7 @@ def test_the_index_lists_every_decision() -> None:
     assert [f"# {number}. {title}" for number, title, _ in listed] == titles
 
 
-def test_drawings_are_those_of_the_present_scheduler() -> None:
+def test_drawings_match_the_scheduler() -> None:
     """If it fails: look at what `python -m benchmarks.batch_pictures` draws now."""
     for name, drawing in draw_all().items():
         assert (ROOT / "docs" / "images" / name).read_text() == drawing, name

@@ -82,7 +82,7 @@ async def test_killed_actors_cost_no_request(cluster: RayCluster) -> None:
     assert_balance(batcher)
 
 
-async def test_request_that_kills_its_actor_is_poison_and_others_are_answered(
+async def test_request_that_kills_its_actor_is_poison(
     cluster: RayCluster,
 ) -> None:
     batcher = DynBatcher(Placed, 4, model_args=[0.005], workers=SPREAD)
@@ -93,7 +93,7 @@ async def test_request_that_kills_its_actor_is_poison_and_others_are_answered(
     assert load.errors == []
 
 
-async def test_request_that_must_not_run_twice_fails_with_its_actor(cluster: RayCluster) -> None:
+async def test_non_idempotent_request_fails_with_its_actor(cluster: RayCluster) -> None:
     options: dict[str, Any] = {"idempotent": False, "workers": RayWorkers()}
     async with DynBatcher(Placed, **options) as batcher:
         with pytest.raises(WorkerLostError):
@@ -101,7 +101,7 @@ async def test_request_that_must_not_run_twice_fails_with_its_actor(cluster: Ray
         assert (await batcher.process_batched(1))[0] == 1
 
 
-async def test_other_node_serves_on_while_a_node_is_dead(cluster: RayCluster) -> None:
+async def test_other_node_serves_after_node_death(cluster: RayCluster) -> None:
     batcher = DynBatcher(Placed, 4, model_args=[0.005], workers=SPREAD)
     async with loaded(batcher) as load:
         assert len(load.pids) == 2
@@ -116,7 +116,7 @@ async def test_other_node_serves_on_while_a_node_is_dead(cluster: RayCluster) ->
     assert load.errors == []
 
 
-async def test_next_host_serves_on_after_the_death_of_a_host(cluster: RayCluster) -> None:
+async def test_next_host_serves_after_host_death(cluster: RayCluster) -> None:
     batcher = DynBatcher(Placed, 4, model_args=[0.005], workers=SPREAD)
     async with loaded(batcher) as load:
         host = host_of(batcher)
@@ -129,7 +129,7 @@ async def test_next_host_serves_on_after_the_death_of_a_host(cluster: RayCluster
     assert load.errors == []
 
 
-async def test_calls_get_not_ready_while_there_is_no_cluster_and_recover_with_it(
+async def test_calls_recover_with_the_cluster(
     cluster: RayCluster,
 ) -> None:
     """Both nodes end with the head; this process and its batcher do not."""

@@ -97,7 +97,7 @@ async def opening_error(model: Any, **options: Any) -> str:
     return str(raised.value)
 
 
-async def test_opening_without_a_cluster_names_the_command_that_starts_it(
+async def test_missing_cluster_error_names_start_command(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = await opening_error(Placed, workers=RayWorkers(address="127.0.0.1:9"))
@@ -115,13 +115,13 @@ async def test_opening_without_ray_names_the_package(
     assert "pip install 'fast_batcher[ray]'" in error
 
 
-async def test_module_that_the_node_lacks_is_named_with_runtime_env(cluster: RayCluster) -> None:
+async def test_missing_module_error_names_runtime_env(cluster: RayCluster) -> None:
     error = await opening_error(NeedsModule, workers=RayWorkers())
     assert "has no module 'module_of_another_machine'" in error
     assert "runtime_env={'working_dir': '.'}" in error
 
 
-async def test_demand_that_no_node_meets_is_named_with_what_it_asks_for(
+async def test_unmet_demand_is_named_with_its_resources(
     cluster: RayCluster,
 ) -> None:
     workers = RayWorkers(num_gpus=2, placement_timeout=8.0)
@@ -130,7 +130,7 @@ async def test_demand_that_no_node_meets_is_named_with_what_it_asks_for(
     assert "{'CPU': 1, 'GPU': 2}; none of its 2 nodes has as much" in error
 
 
-async def test_batcher_waits_for_room_and_readiness_says_for_what(cluster: RayCluster) -> None:
+async def test_readiness_names_the_missing_resources(cluster: RayCluster) -> None:
     everything = RayWorkers(4)
     async with DynBatcher(Placed, workers=everything, name="first") as first:
         second: DynBatcher[Any, Any] = DynBatcher(Placed, workers=RayWorkers(), name="second")

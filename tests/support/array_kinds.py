@@ -140,7 +140,7 @@ class Kinds(InferenceModel[Any, Any]):
 
 
 def describe(value: Any) -> Any:
-    """All that makes a value what it is, as something that can be compared."""
+    """Comparable form of a value."""
     if isinstance(value, dict):
         return {key: describe(one) for key, one in value.items()}
     if isinstance(value, bytearray):

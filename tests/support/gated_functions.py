@@ -82,7 +82,7 @@ class Awaited:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the ways in which awaited calls are batched; all of them promise the same."""
+    """A way to batch awaited calls; all ways have the same contract."""
 
     runs_on_loop: bool = False
     is_aio: bool = True

@@ -1,4 +1,4 @@
-"""How tests of the core drive a scheduler: every moment is an argument. No process, no clock."""
+"""Driver of a scheduler for tests of the core: every time is an argument. No process, no clock."""
 
 from collections.abc import Callable, Sequence
 
@@ -105,7 +105,7 @@ def told(actions: Sequence[Action]) -> list[object]:
 
 
 def settle(scheduler: Scheduler, now: float, batch: Batch) -> list[Request]:
-    """What a shell does with an answered batch; those that have their outcome from it."""
+    """Settle an answered batch as a shell does; return its settled requests."""
     assert scheduler.batch_done(now, batch.worker, batch.id) is batch
     answered = [request for request in batch.requests if not request.is_settled]
     for request in answered:

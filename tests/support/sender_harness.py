@@ -183,7 +183,7 @@ def filled(number: int, size: int = SMALL) -> Any:
 
 
 def sums(values: list[Any]) -> list[int]:
-    """What they are filled with."""
+    """Values of all elements of the inputs."""
     return [int(value[0]) for value in values if value.min() == value.max()]
 
 

@@ -23,7 +23,7 @@ from waits import LIMIT
 
 
 class Gate:
-    """Where a model waits until the test lets it on; the input or argument is the gate's port."""
+    """A gate at which a model waits for the test; the input or argument is the gate's port."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -106,7 +106,7 @@ class Server:
             return self.process.wait()
 
     def url(self) -> str:
-        """Where it listens, once it does."""
+        """Address of the server, once it listens."""
         return str(self.wait_for(r"running on (http://[\d.:]+)")[1])
 
     def close(self) -> None:

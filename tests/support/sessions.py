@@ -1,4 +1,4 @@
-"""What tests that look inside a batcher need, and batchers with both kinds of sessions."""
+"""Access to the inside of a batcher, and batchers with both kinds of sessions."""
 
 import functools
 import shutil

@@ -84,7 +84,7 @@ asyncio.run(shared_client.run(*arguments))
 
 
 class Client:
-    """That process, seen from the test."""
+    """The client's process, seen from the test."""
 
     def __init__(self, *arguments: Any) -> None:
         self._process = subprocess.Popen(

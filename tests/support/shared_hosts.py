@@ -24,7 +24,7 @@ class Hosts:
         self.notes.mkdir()
 
     def loads(self) -> int:
-        """How many models were loaded."""
+        """Number of loaded models."""
         return len([*self.notes.glob("load.*")])
 
     def hosts(self) -> list[int]:

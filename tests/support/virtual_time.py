@@ -187,7 +187,7 @@ class World:
             self.longest_hold = max(self.longest_hold, self.now - self._held[0])
 
     def _check_hold(self) -> None:
-        """It is never idle in vain, and never idle for long."""
+        """A worker is never idle without a reason, and never for long."""
         scheduler = self.scheduler
         # A retired worker may be idle.
         if not scheduler.queue.size or scheduler.workers.least_loaded(1) is None:

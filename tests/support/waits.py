@@ -1,4 +1,4 @@
-"""How tests wait: for a call, a model at a gate, the death of a process. Never by sleeping.
+"""Waits of tests: for a call, a model at a gate, the death of a process. No sleeps.
 
 Parent process; the models' side of a gate is `models.base.pass_gate`.
 """
@@ -65,7 +65,7 @@ def measured(figure: float, what: str) -> Iterator[None]:
 
 
 def assert_balance(batcher: DynBatcher[Any, Any]) -> BatcherStats:
-    """What went in is what came out, or is still inside."""
+    """Assert that every submitted request has ended or is still inside."""
     stats = batcher.stats
     out = stats.completed + stats.failed + stats.expired + stats.cancelled
     assert stats.submitted == out + stats.waiting + stats.running
@@ -77,7 +77,7 @@ def call(batcher: DynBatcher[Any, Any], value: Any, **options: Any) -> "asyncio.
 
 
 async def outcome(task: "asyncio.Task[Any]") -> Any:
-    """What became of a task: its result or its error."""
+    """Result or error of a task."""
     async with asyncio.timeout(LIMIT):
         await asyncio.wait([task])
     if task.cancelled():
@@ -117,7 +117,7 @@ class Visit:
 
 
 class Gate:
-    """Where models say that they have come so far, and wait until they are let on.
+    """A gate at which models report and wait until the test lets them continue.
 
     Args:
         path: Of a socket that does not exist yet; models are given it as an argument.

@@ -32,11 +32,11 @@ from fast_batcher.settings import BatcherOptions
 
 
 def use(*values: object) -> None:
-    """What a value with a type is for."""
+    """Check the static type of a value."""
 
 
 class Vector:
-    """What an array is for a type checker."""
+    """An array, as a type checker sees it."""
 
     def __len__(self) -> int:
         return 1

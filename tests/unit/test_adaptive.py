@@ -40,7 +40,7 @@ def world_of(source: str, **options: object) -> World:
 @pytest.mark.parametrize("source", SOURCES)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32), workers=st.integers(1, 3))
-def test_a_hold_is_no_longer_than_its_bounds(
+def test_hold_keeps_its_bounds(
     max_delay: float | None, source: str, seed: int, workers: int
 ) -> None:
     """And it is never idle in vain: `World` checks both after each poll."""
@@ -63,7 +63,7 @@ def test_clients_that_come_back_are_never_worse_off(clients: int, seconds: Secon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_clients_that_come_back_are_served_a_quarter_faster(seed: int) -> None:
+def test_returning_clients_are_served_a_quarter_faster(seed: int) -> None:
     """32 of them, whom greedy divides into one and 31."""
     adaptive = World(clients=32, seed=seed).run(4.0)
     greedy = World("greedy", clients=32, seed=seed).run(4.0)
@@ -81,12 +81,12 @@ def test_arrivals_that_depend_on_nothing_are_hardly_held(rate: float, seed: int)
 
 
 @pytest.mark.parametrize(("clients", "workers"), [(1, 1), (1, 2), (2, 2), (3, 4)])
-def test_who_could_have_a_worker_alone_is_not_held(clients: int, workers: int) -> None:
+def test_request_with_a_worker_of_its_own_leaves(clients: int, workers: int) -> None:
     world = World(clients=clients, workers=workers).run(2.0)
     assert world.share(Release.IDLE) == 1.0
 
 
-def test_decisions_in_vain_are_followed_by_a_rest() -> None:
+def test_useless_decisions_are_followed_by_a_pause() -> None:
     """Clients whose pauses are long and irregular."""
     world = World(clients=6, pause=lambda random: random.expovariate(1 / 0.05), seconds=linear)
     policy = world.policy
@@ -150,9 +150,7 @@ def test_a_hold_without_a_free_worker_is_forgotten() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [2, 8, 32])
 @pytest.mark.parametrize("lateness", [0.0001, 0.001, 0.003])
-def test_a_timer_that_rings_late_costs_no_more_than_it_brings(
-    clients: int, lateness: float
-) -> None:
+def test_late_timer_costs_at_most_its_gain(clients: int, lateness: float) -> None:
     adaptive = World(clients=clients, lateness=lateness, pause=exponential).run(4.0)
     greedy = World("greedy", clients=clients, pause=exponential).run(4.0)
     assert adaptive.answered >= GREEDY_IS_AS_GOOD * greedy.answered
@@ -162,7 +160,7 @@ def exponential(random: Random) -> float:
     return random.expovariate(1 / 0.0006)
 
 
-def test_lateness_forbids_holds_and_is_forgotten_when_it_is_over() -> None:
+def test_lateness_suspends_holds() -> None:
     """Without holds nobody sees any more that timers are punctual again."""
     world = World(clients=2, pause=exponential).run(1.0)
     assert isinstance(world.policy, AdaptivePolicy)
@@ -198,7 +196,7 @@ def observed(policy: Policy | str = "adaptive") -> tuple[World, list[tuple[float
     return world, seen
 
 
-def test_the_first_batch_of_a_worker_is_no_example() -> None:
+def test_first_batch_of_a_worker_is_ignored() -> None:
     world, seen = observed()
     scheduler = world.scheduler
     for moment in (1.0, 2.0, 3.0):
@@ -214,7 +212,7 @@ def test_the_first_batch_of_a_worker_is_no_example() -> None:
     assert len(seen) == 2
 
 
-def test_a_batch_in_the_pipe_counts_from_when_the_worker_could_begin() -> None:
+def test_piped_batch_starts_when_worker_is_free() -> None:
     world, seen = observed()
     scheduler = world.scheduler
     submit(scheduler, 0.0, count=128)

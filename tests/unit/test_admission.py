@@ -86,7 +86,7 @@ def predict(times: BatchTimes, backlog: Backlog, more: int = 0) -> float:
 # What is predicted.
 
 
-def test_the_first_of_all_takes_a_batch_of_one() -> None:
+def test_first_request_takes_a_batch_of_one() -> None:
     assert predict(learned(), backlog()) == pytest.approx(linear(1), rel=0.02)
 
 
@@ -98,7 +98,7 @@ def test_the_first_of_all_takes_a_batch_of_one() -> None:
         pytest.param(5, 4, 2, 4, id="behind others of its turn"),
     ],
 )
-def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own(
+def test_prediction_includes_all_batches_before_the_request(
     waiting: int, more: int, full: int, own: int
 ) -> None:
     predicted = predict(learned(), backlog(waiting, 3.0), more)
@@ -106,7 +106,7 @@ def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own(
     assert predicted == pytest.approx(takes, rel=0.01)
 
 
-def test_what_scatters_is_predicted_by_its_long_times() -> None:
+def test_scattered_times_are_predicted_by_their_quantile() -> None:
     times = knows_nothing()
     for number in range(400):
         times.by_size.observe(4, 2.0 if number % 10 else 4.0)
@@ -114,7 +114,7 @@ def test_what_scatters_is_predicted_by_its_long_times() -> None:
     assert predict(times, backlog(8)) > SAFETY_FACTOR * 3 * 3.0, "two before it and its own"
 
 
-def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> None:
+def test_prediction_needs_a_batch_and_a_worker() -> None:
     assert predict(knows_nothing(), backlog(100)) == 0.0
     without_worker = backlog(100, inf, workers=0)
     assert predict(learned(), without_worker) == 0.0
@@ -124,21 +124,21 @@ def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> No
 # Where requests are not equals.
 
 
-def test_what_waits_drains_by_its_costs() -> None:
+def test_queue_drains_by_costs() -> None:
     times = learned(0.0, 10, 20, 40, packer=PaddedPacker(40))
     world = backlog(10, 3.0)._replace(cost=100.0)
     assert times.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
     assert times.seconds_until_drained(backlog(0, 3.0)) == 3.0
 
 
-def test_what_waits_drains_though_rounding_has_left_it_no_cost() -> None:
+def test_queue_drains_despite_rounding() -> None:
     times = learned(0.0, 10, 20, 40, packer=PaddedPacker(None))
     seconds = times.seconds_until_drained(backlog(2, 1.0)._replace(cost=0.0))
     assert seconds is not None
     assert 1.0 <= seconds < inf
 
 
-def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
+def test_low_priority_is_rejected_first() -> None:
     scheduler = make(max_batch_size=2, max_latency=4.9)
     now = taught_from(scheduler, 0.0)
     scheduler.rank_requests()
@@ -154,7 +154,7 @@ def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
 # At the door.
 
 
-def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() -> None:
+def test_rejection_names_predicted_times() -> None:
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
     assert arrive(scheduler, now, 2, now + 100) is not None
@@ -211,7 +211,7 @@ def test_max_latency_is_a_target_for_every_request() -> None:
     assert refused_at(scheduler, now) != []
 
 
-def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
+def test_idle_batcher_accepts_any_request() -> None:
     """Else a wrong estimate would never be put right."""
     scheduler = make(max_batch_size=2, max_latency=0.1)
     now = taught_that_one_takes(scheduler, 50.0)
@@ -221,7 +221,7 @@ def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
     assert len(refused_at(scheduler, now, 3)) == 3
 
 
-def test_a_deadline_shorter_than_any_batch_gets_a_late_answer_or_a_quick_refusal() -> None:
+def test_too_short_deadline_is_late_or_rejected() -> None:
     """Fault F63."""
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
@@ -254,14 +254,14 @@ def test_a_deadline_without_a_target_predicts_nothing() -> None:
     ]
 
 
-def test_nobody_is_refused_while_no_worker_is_ready() -> None:
+def test_no_rejection_without_a_ready_worker() -> None:
     scheduler = make(max_batch_size=2, max_latency=1.6)
     taught_from(scheduler, 0.0)
     scheduler.worker_lost(0)
     assert refused_at(scheduler, 1000.0, 50) == []
 
 
-def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
+def test_full_queue_error_has_time_to_drain() -> None:
     scheduler = make(max_batch_size=2, max_queue_size=4)
     # The first refusal is what makes it measure.
     ((_, first),) = refused_at(scheduler, 0.0, 5)
@@ -303,7 +303,7 @@ def waiting(
     return requests
 
 
-def test_one_that_would_be_late_leaves_room_for_others() -> None:
+def test_late_request_leaves_room_for_others() -> None:
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
     _, *others = waiting(scheduler, now, 0.1, 9.0, 9.0, 9.0)
@@ -321,7 +321,7 @@ def test_one_that_would_be_late_leaves_room_for_others() -> None:
     assert error.retry_after is not None
 
 
-def test_a_batch_becomes_smaller_where_nobody_stands_behind() -> None:
+def test_batch_shrinks_without_requests_behind() -> None:
     """Alone it would be in time, so it goes alone."""
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
@@ -342,7 +342,7 @@ TARGET = 0.05
 
 
 def service(moments: list[float], *, max_latency: float = TARGET, **options: Any) -> World:
-    """What has become of all requests that arrive at these moments."""
+    """Outcomes of requests that arrive at these times."""
     return World("greedy", arrivals=moments, max_latency=max_latency, **options).run()
 
 
@@ -367,7 +367,7 @@ def cpu(size: float) -> float:
 @pytest.mark.parametrize(
     ("seconds", "size", "target"), [(with_knee, 64, 0.05), (mid, 32, 0.05), (cpu, 16, 0.1)]
 )
-def test_under_five_times_the_capacity_accepted_requests_are_answered_in_time(
+def test_accepted_requests_are_in_time_under_overload(
     seconds: Seconds, size: int, target: float, scatter: float
 ) -> None:
     """Fault F60, with a millisecond to spare for the event loop before and after."""
@@ -388,7 +388,7 @@ def test_under_five_times_the_capacity_accepted_requests_are_answered_in_time(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [1.2, 2.0, 5.0])
-def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
+def test_fivefold_overload_costs_no_goodput(load: float) -> None:
     """Fault F60."""
     world = service(poisson(load * GPU_CAPACITY, 4.0, seed=1))
     assert world.count_within(TARGET, since=0.5) >= 0.97 * 3.5 * GPU_CAPACITY
@@ -397,7 +397,7 @@ def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
 
 
 @pytest.mark.slow
-def test_after_a_pulse_latency_is_normal_again() -> None:
+def test_latency_recovers_after_a_pulse() -> None:
     """Fault F61."""
     before = poisson(0.5 * GPU_CAPACITY, 1.0, 3)
     pulse = poisson(10 * GPU_CAPACITY, 2.0, 4, since=1.0)

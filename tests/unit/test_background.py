@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Told:
-    """What a thread has told an event loop."""
+    """Reports of a thread to an event loop."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException | None] = []
@@ -28,7 +28,7 @@ def fail() -> None:
     raise SystemExit(3)
 
 
-async def test_jobs_are_done_in_order_and_the_loop_is_told_their_errors() -> None:
+async def test_jobs_run_in_order_and_report_errors() -> None:
     thread, told, order = JobThread(asyncio.get_running_loop(), "tested"), Told(), list[int]()
     last = Told()
     thread.run(lambda: order.append(1), told.done)
@@ -45,7 +45,7 @@ async def test_jobs_are_done_in_order_and_the_loop_is_told_their_errors() -> Non
 
 
 @pytest.mark.parametrize("is_closed_first", [True, False])
-def test_an_outcome_that_a_closed_loop_has_not_taken_is_told_to_the_next(
+def test_next_loop_gets_outcomes_of_closed_loop(
     is_closed_first: bool,
 ) -> None:
     first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
@@ -70,7 +70,7 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(LIMIT)
 
 
-async def test_closing_at_once_ends_the_wait_for_the_memory_to_be_given_back() -> None:
+async def test_immediate_close_ends_the_wait_for_memory() -> None:
     """`stop` comes while `aclose` waits for the copier thread."""
     memory = MemoryService(asyncio.get_running_loop(), 2**24, "tested")
     assert isinstance(memory.slabs, Slabs)

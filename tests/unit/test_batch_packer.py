@@ -52,11 +52,11 @@ def test_the_first_is_taken_whatever_it_costs() -> None:
     assert filled(PaddedPacker(10), [], [99, 1], 8) == [99]
 
 
-def test_summed_costs_are_taken_in_order_as_far_as_they_fit() -> None:
+def test_summed_costs_fill_a_batch_in_order() -> None:
     assert filled(SummedPacker(10), [], [4, 5, 9, 1], 8) == [4, 5, 1]
 
 
-def test_equal_lengths_share_a_batch_whatever_larger_ones_took() -> None:
+def test_equal_lengths_share_a_batch() -> None:
     """Otherwise a wrong estimate for larger batches would never be corrected."""
     packer = PaddedPacker(None)
     for size, seconds in ((64, 0.8), (4, 0.004), (1, 0.001)):
@@ -64,11 +64,11 @@ def test_equal_lengths_share_a_batch_whatever_larger_ones_took() -> None:
     assert filled(packer, [], [1] * 64, 64) == [1] * 64
 
 
-def test_until_batches_have_been_timed_it_takes_all_that_fit() -> None:
+def test_untimed_packer_takes_all_that_fit() -> None:
     assert filled(PaddedPacker(600), [], [200, 10, 190, 10], 8) == [200, 10, 190]
 
 
-def test_one_of_a_lower_priority_joins_only_if_it_is_worth_it() -> None:
+def test_lower_priority_joins_only_with_a_gain() -> None:
     packer = padded(2048, 50, 1)
     assert filled(packer, [200, 190], [10, 10], 8) == [200, 190]
     assert filled(packer, [200, 190], [10, 180], 8) == [200, 190, 180]
@@ -80,7 +80,7 @@ def test_one_of_a_lower_priority_joins_only_if_it_is_worth_it() -> None:
     window=st.lists(st.integers(1, 20), max_size=20),
     most=st.integers(3, 6),
 )
-def test_it_keeps_to_its_budget(
+def test_packer_keeps_its_budget(
     is_padded: bool, chosen: list[float], window: list[float], most: int
 ) -> None:
     budget = 30.0
@@ -114,7 +114,7 @@ def divisions(ordered: list[float], most: int, budget: float) -> Iterator[list[l
     budget=st.sampled_from([inf, 100.0, 1000.0]),
     fixed=st.sampled_from([0.0, 10.0, 100.0, 1e4]),
 )
-def test_the_batch_of_the_oldest_is_one_of_the_quickest_division(
+def test_batch_of_oldest_belongs_to_quickest_division(
     window: list[float], most: int, budget: float, fixed: float
 ) -> None:
     packer = padded(budget, fixed, 1.0)

@@ -30,7 +30,7 @@ def construct(model: Any = Echo, **settings: Any) -> DynBatcher[Any, Any]:
 
 
 def refusal(model: Any = Echo, **settings: Any) -> str:
-    """What is said when this is refused; it must be, and must have started nothing."""
+    """Error message of rejected settings; nothing may have been started."""
     with pytest.raises(ConfigurationError) as caught:
         construct(model, **settings)
     assert multiprocessing.active_children() == []
@@ -51,7 +51,7 @@ NOT_A_POLICY = ["Adaptive", "fastest", "", 1, ["greedy"], b"greedy"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one setting takes, besides its default, and what it refuses."""
+    """Values that a setting accepts besides its default, and values that it rejects."""
 
     taken: list[Any]
     refused: list[Any]
@@ -179,14 +179,14 @@ def test_the_table_has_every_setting() -> None:
 
 @pytest.mark.filterwarnings("ignore:num_workers=:RuntimeWarning")
 @pytest.mark.parametrize("name", TABLE)
-def test_a_setting_takes_what_is_valid(name: str) -> None:
+def test_valid_values_are_accepted(name: str) -> None:
     row = TABLE[name]
     for value in (*row.taken, *([None] if row.none else [])):
         construct(**{**NEEDED.get(name, {}), name: value})
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_setting_refuses_what_is_not_and_says_what_to_give(name: str) -> None:
+def test_invalid_values_are_rejected_with_remedy(name: str) -> None:
     row = TABLE[name]
     for value in (*row.refused, *([] if row.none else [None])):
         message = refusal(**{**NEEDED.get(name, {}), name: value})
@@ -253,7 +253,7 @@ def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], mess
     assert refusal(**settings) == message
 
 
-def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
+def test_max_rss_bytes_needs_linux(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -276,7 +276,7 @@ def explicit() -> dict[str, inspect.Parameter]:
     return parameters
 
 
-def test_the_constructor_and_the_options_have_types_and_defaults_of_the_settings() -> None:
+def test_constructor_and_settings_agree() -> None:
     types = get_type_hints(Settings)
     for options in (BatcherOptions, Reconfiguration):
         assert not options.__required_keys__
@@ -310,7 +310,7 @@ def test_the_constructor_and_the_options_have_types_and_defaults_of_the_settings
         ("colour", ""),
     ],
 )
-def test_an_unknown_option_is_a_type_error_with_the_nearest_meaning(name: str, hint: str) -> None:
+def test_unknown_option_error_suggests_a_name(name: str, hint: str) -> None:
     with pytest.raises(TypeError) as caught:
         construct(**{name: 1})
     message = f"DynBatcher() got an unexpected keyword argument '{name}'{hint}"
@@ -333,7 +333,7 @@ def test_a_batcher_is_called_after_its_model(model: Any, name: str | None, expec
     assert construct(model, name=name).name == expected
 
 
-def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them() -> None:
+def test_excess_workers_warn_at_the_callers_line() -> None:
     cores = os.cpu_count() or 1
     construct(num_workers=cores)
     with pytest.warns(RuntimeWarning, match=rf"num_workers={cores + 1} is more than the") as seen:
@@ -341,7 +341,7 @@ def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them()
     assert [warning.filename for warning in seen] == [__file__]
 
 
-def test_the_queue_has_room_for_batches_of_all_workers() -> None:
+def test_default_queue_holds_batches_of_all_workers() -> None:
     settings = Settings(max_batch_size=256, num_workers=(1, 2))
     assert settings.queue_limit == 8 * 256 * 2
     more = settings.changed({"num_workers": 3})

@@ -211,7 +211,7 @@ def test_padding_leaves_the_data_as_it_was(
         assert np.array_equal(is_data, data_first)
 
 
-def test_rows_of_tensors_keep_neither_their_batch_nor_its_gradient() -> None:
+def test_rows_of_tensors_release_their_batch() -> None:
     own, part, sparse = torch.zeros(3), torch.zeros(9)[3:6], torch.zeros(2).to_sparse()
     found = split([own, part, sparse], 3, Collation.stack(outputs="rows"), to_cpu=True)
     assert found[0].data_ptr() == own.data_ptr()  # it shares no memory
@@ -226,7 +226,7 @@ def test_rows_of_tensors_keep_neither_their_batch_nor_its_gradient() -> None:
     assert not inferred.any()
 
 
-def test_numbers_become_arrays_or_join_the_tensors_beside_them() -> None:
+def test_numbers_become_arrays_or_tensors() -> None:
     for numbers in ([True, False], [1, 2], [0.1, 2.0], [1j, 2.0j]):
         batch = join(numbers, Collation.stack())
         assert type(batch) is np.ndarray
@@ -245,7 +245,7 @@ def test_numbers_become_arrays_or_join_the_tensors_beside_them() -> None:
 @pytest.mark.parametrize(
     "collation", [Collation.stack(batch_dim=1), Collation.pad(value=0, batch_dim=1)]
 )
-def test_a_batch_has_no_gradients_and_is_laid_out_as_its_axes_say(collation: Collation) -> None:
+def test_batch_layout_follows_its_axes(collation: Collation) -> None:
     """Compiled models and kernels ask for the layout."""
     tensors = join([torch.nn.Parameter(torch.ones(3, 4))] * 2, collation)
     assert not tensors.requires_grad

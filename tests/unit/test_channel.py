@@ -160,7 +160,7 @@ async def test_frames_of_any_size_go_there_and_back(ends: Ends) -> None:
     assert ends.ends == []
 
 
-async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
+async def test_end_of_peer_is_reported_once(ends: Ends) -> None:
     ends.worker(lambda channel: channel.send(Kind.READY))
     await ends.until(lambda: len(ends.ends) == 1)
     assert ends.frames == [(Kind.READY, 0, b"")]
@@ -172,7 +172,7 @@ async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 5 * MEBI])
-async def test_an_end_in_the_middle_of_a_frame_gives_no_frame(ends: Ends, size: int) -> None:
+async def test_end_inside_a_frame_gives_no_frame(ends: Ends, size: int) -> None:
     with ends.raw() as raw:
         data = pack(Kind.OUTPUTS, 1, bytes(size))
         await asyncio.to_thread(raw.send, data[:-1])
@@ -181,7 +181,7 @@ async def test_an_end_in_the_middle_of_a_frame_gives_no_frame(ends: Ends, size: 
 
 
 @pytest.mark.parametrize("size", [10, 150_000])
-async def test_what_was_sent_before_death_is_read_after_it(size: int) -> None:
+async def test_frames_sent_before_death_are_read(size: int) -> None:
     """No loop watches: `drain` alone has to find it, as when a death is noticed first."""
     ends = Ends(None)
     with ends.raw() as raw:
@@ -208,7 +208,7 @@ async def test_garbage_ends_the_channel_with_an_error(ends: Ends, garbage: bytes
     assert [type(error) for error in ends.ends] == [TransportError]
 
 
-async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends) -> None:
+async def test_closed_channel_delivers_no_more_frames(ends: Ends) -> None:
     ends.then = lambda frame: ends.channel.close()
     with ends.raw() as raw:
         raw.send(pack(Kind.OUTPUTS, 5, b"") * 3)
@@ -218,7 +218,7 @@ async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends)
     assert ends.ends == []
 
 
-async def test_sending_to_a_dead_worker_is_no_error(ends: Ends) -> None:
+async def test_sending_to_a_dead_worker_does_nothing(ends: Ends) -> None:
     ends.raw().close()
     ends.channel.send(Kind.INPUTS, 1, b"small")
     ends.channel.send(Kind.INPUTS, 2, bytes(5 * MEBI))
@@ -235,7 +235,7 @@ async def test_the_worker_dies_with_half_a_frame_unread(ends: Ends) -> None:
     assert not asyncio.get_running_loop().remove_writer(ends.channel._sink)
 
 
-async def test_closing_forgets_what_was_not_sent_and_may_be_repeated(ends: Ends) -> None:
+async def test_closing_drops_unsent_frames(ends: Ends) -> None:
     with ends.raw() as raw:
         ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
         ends.channel.close()
@@ -252,9 +252,7 @@ async def test_closing_forgets_what_was_not_sent_and_may_be_repeated(ends: Ends)
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_frames_keep_the_order_of_their_reservations_whatever_order_they_are_filled_in(
-    ends: Ends, seed: int
-) -> None:
+async def test_frames_keep_the_order_of_reservations(ends: Ends, seed: int) -> None:
     choice = random.Random(seed)
     ends.worker(echo)
     expected: list[tuple[int, int, bytes]] = []
@@ -302,7 +300,7 @@ def blocking_pair() -> tuple[BlockingChannel, BlockingChannel]:
     return BlockingChannel(one, MAX_FRAME_BYTES), BlockingChannel(two, MAX_FRAME_BYTES)
 
 
-def test_the_workers_end_reads_frame_by_frame_and_then_the_end() -> None:
+def test_worker_reads_frames_until_the_end() -> None:
     one, two = blocking_pair()
     for number in range(3):
         one.send(Kind.OUTPUTS, number, bytes(number), seconds=0.5)
@@ -316,7 +314,7 @@ def test_the_workers_end_reads_frame_by_frame_and_then_the_end() -> None:
     two.close()
 
 
-def test_the_workers_end_reads_the_end_when_the_parent_has_died_with_bytes_unread() -> None:
+def test_worker_reads_end_after_death_of_parent() -> None:
     one, two = blocking_pair()
     two.send(Kind.OUTPUTS, 1, b"never read")
     one.close()
@@ -326,7 +324,7 @@ def test_the_workers_end_reads_the_end_when_the_parent_has_died_with_bytes_unrea
     two.close()
 
 
-def test_the_workers_end_refuses_garbage_and_pipes_have_room_for_large_batches() -> None:
+def test_worker_rejects_garbage() -> None:
     one, two = blocking_pair()
     # It would wait for ever without the room: nothing reads meanwhile.
     one.send_packed(b"nonsense" * (PIPE_SIZE // 8))

@@ -1,4 +1,4 @@
-"""How a worker process is started, and what signals do to it; real processes and programs."""
+"""Start of a worker process, and its reaction to signals; real processes and programs."""
 
 import errno
 import json
@@ -68,7 +68,7 @@ def test_a_daemonic_process_can_have_a_batcher(program: Start, method: str) -> N
     assert running.finish() == (0, "")
 
 
-def test_a_program_from_standard_input_may_use_a_class_that_it_imports(tmp_path: Path) -> None:
+def test_program_from_stdin_may_use_imported_class(tmp_path: Path) -> None:
     done = run_script(
         tmp_path / "unused",
         """
@@ -88,7 +88,7 @@ def test_a_program_from_standard_input_may_use_a_class_that_it_imports(tmp_path:
 # --- what a worker gets ---------------------------------------------------------------------------
 
 
-def test_a_start_changes_nothing_in_the_environment_of_the_program(program: Start) -> None:
+def test_start_leaves_the_environment_unchanged(program: Start) -> None:
     running = program(
         """
         changes = []
@@ -114,9 +114,7 @@ def test_a_start_changes_nothing_in_the_environment_of_the_program(program: Star
 
 
 @pytest.mark.parametrize("is_free", [False, True], ids=["taken by the loop", "free"])
-def test_without_standard_streams_nothing_that_native_code_prints_lands_in_a_request(
-    tmp_path: Path, is_free: bool
-) -> None:
+def test_native_output_never_reaches_a_request(tmp_path: Path, is_free: bool) -> None:
     """In the program, the numbers 0 to 2 are those of its event loop, or free when it opens."""
     result = tmp_path / "result"
     done = run_script(
@@ -163,7 +161,7 @@ def test_without_standard_streams_nothing_that_native_code_prints_lands_in_a_req
 
 
 @one_loop
-async def test_programs_that_a_model_starts_get_no_descriptor_of_ours() -> None:
+async def test_child_programs_inherit_no_descriptors() -> None:
     async with DynBatcher(LeavesDescriptors) as batcher:
         files, pipes = await batcher.process_batched(None)
     assert not set(files) & set(pipes)
@@ -198,7 +196,7 @@ def start_and_wait(function: Callable[..., Any], *arguments: Any) -> ChildProces
     [(os._exit, 3, 3), (sys.exit, 0, 0), (signal.raise_signal, signal.SIGKILL, -signal.SIGKILL)],
     ids=["_exit", "exit", "signal"],
 )
-def test_the_exit_code_is_taken_and_no_zombie_is_left(
+def test_exited_worker_leaves_no_zombie(
     function: Callable[..., Any], argument: int, code: int
 ) -> None:
     child = start_and_wait(function, argument)
@@ -209,7 +207,7 @@ def test_the_exit_code_is_taken_and_no_zombie_is_left(
 
 
 @pytest.mark.usefixtures("_death_is_told_by")
-def test_an_exit_code_that_another_part_of_the_program_has_taken_is_unknown() -> None:
+def test_exit_code_reaped_elsewhere_is_unknown() -> None:
     child = start_and_wait(os._exit, 3)
     os.waitpid(child.pid, 0)
     assert child.take_exit_code() is None
@@ -220,7 +218,7 @@ def test_an_exit_code_that_another_part_of_the_program_has_taken_is_unknown() ->
 
 
 @one_loop
-async def test_a_worker_ignores_sigterm_and_answers_what_it_has(gate: Gate) -> None:
+async def test_worker_ignores_sigterm_and_answers(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
         visit = await gate.visit()
@@ -233,9 +231,7 @@ async def test_a_worker_ignores_sigterm_and_answers_what_it_has(gate: Gate) -> N
         assert batcher.stats.restarts == 0
 
 
-def test_sigterm_does_not_end_a_worker_that_imports_the_main_module(
-    program: Start, gate: Gate
-) -> None:
+def test_worker_importing_main_survives_sigterm(program: Start, gate: Gate) -> None:
     running = program(
         f"""
         if __name__ != "__main__":
@@ -258,7 +254,7 @@ def test_sigterm_does_not_end_a_worker_that_imports_the_main_module(
 
 
 @one_loop
-async def test_a_model_keeps_a_sigterm_handler_of_its_own(gate: Gate) -> None:
+async def test_model_keeps_its_sigterm_handler(gate: Gate) -> None:
     async with DynBatcher(HandlesSigterm, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
         visit = await gate.visit()

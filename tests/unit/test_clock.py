@@ -16,7 +16,7 @@ freezegun.configure(extend_ignore_list=["torch", "transformers", "sympy", "scipy
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-def test_it_is_the_clock_of_python_and_no_tool_freezes_it() -> None:
+def test_clock_is_not_frozen_by_test_tools() -> None:
     before = time.monotonic()
     now = monotonic()
     assert before <= now <= time.monotonic()

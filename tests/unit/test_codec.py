@@ -1,4 +1,4 @@
-"""What goes into frame bodies: failures as data, parts, and what counts as one output per input."""
+"""Frame bodies: failures as data, parts, and the count of outputs."""
 
 import threading
 from typing import Any
@@ -34,7 +34,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name: str) -> None:
+def test_exceptions_arrive_as_inference_errors(name: str) -> None:
     failure = pickling.describe(raised(EXCEPTIONS[name]()))
     crossed = SerializedError(*pickling.loads(pickling.dumps(failure)))
     assert crossed == failure
@@ -60,7 +60,7 @@ def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name:
     ],
     ids=repr,
 )
-def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Exception) -> None:
+def test_exception_keeps_type_arguments_and_attributes(error: Exception) -> None:
     result = pickling.describe(raised(error)).to_error()
     assert isinstance(result, type(error))
     assert str(result) == str(error)
@@ -69,7 +69,7 @@ def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Ex
         assert getattr(result, name, None) == getattr(error, name, None)
 
 
-def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
+def test_any_failure_fits_into_the_smallest_frame() -> None:
     """Each character takes four bytes, and there is room for a pickled exception as well."""
     failure = pickling.describe(raised(ValueError("\U0001f525" * 10**6)))
     assert len(failure.text) >= MAX_ERROR_TEXT
@@ -79,7 +79,7 @@ def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
     assert all(len(part) <= LEAST_MAX_FRAME_BYTES for part in parts)
 
 
-def test_a_class_that_does_not_exist_here_is_told_by_its_text() -> None:
+def test_unknown_exception_class_arrives_as_text() -> None:
     failure = SerializedError("GoneError: lost", "traceback", b"cno_such_module\nGoneError\n.")
     error = failure.to_error()
     assert type(error) is InferenceError
@@ -104,9 +104,7 @@ items = st.lists(
 
 
 @given(items=items, max_frame_bytes=st.integers(300, 2000))
-def test_parts_hold_all_items_in_order_and_none_is_too_long(
-    items: list[Any], max_frame_bytes: int
-) -> None:
+def test_parts_keep_order_and_limit(items: list[Any], max_frame_bytes: int) -> None:
     parts = list(pickling.fragment(items, max_frame_bytes))
     assert parts
     assert [item for part in parts for item in pickling.loads(part)] == items
@@ -137,7 +135,5 @@ class Array:
         *[([1], len(pickling.dumps([1]))), (threading.Lock(), 0)],
     ],
 )
-def test_the_size_of_a_buffer_is_known_and_that_of_any_other_value_is_measured(
-    value: Any, size: int
-) -> None:
+def test_sizes_of_buffers_and_other_values(value: Any, size: int) -> None:
     assert pickling.measure_size(value) == size

@@ -1,4 +1,4 @@
-"""What a model with a collation is given and what is made of its answer.
+"""Inputs and outputs of a model with a collation.
 
 The calls of the model are looked at here; real workers with such models are at the end.
 """
@@ -86,7 +86,7 @@ def test_a_model_without_a_collation_is_left_alone() -> None:
     assert collate(recorder) is recorder
 
 
-def test_what_is_no_collation_is_named() -> None:
+def test_invalid_collation_is_named() -> None:
     recorder: Any = Recorder()
     recorder.collation = "stack"
     with pytest.raises(ConfigurationError, match="collation='stack' of Recorder: make one with"):
@@ -96,7 +96,7 @@ def test_what_is_no_collation_is_named() -> None:
 # Unequal inputs.
 
 
-def test_one_that_cannot_be_joined_to_any_other_fails_alone() -> None:
+def test_unjoinable_row_fails_alone() -> None:
     recorder = Recorder()
     outcomes = compute(recorder, Collation.stack(), row(), [1, 2], row(), np.array([{}]))
     assert [isinstance(one, CollationError) for one in outcomes] == [False, True, False, True]
@@ -108,7 +108,7 @@ def test_one_that_cannot_be_joined_to_any_other_fails_alone() -> None:
 @pytest.mark.parametrize(
     "other", [row(4), row(dtype="f8"), {"x": row()}, torch.zeros(3), row()[None], 1.0]
 )
-def test_one_unlike_the_others_fails_alone(other: Any) -> None:
+def test_different_row_fails_alone(other: Any) -> None:
     recorder = Recorder()
     first, fault, second = compute(recorder, Collation.stack(), row(), other, row())
     assert isinstance(fault, CollationError)
@@ -117,7 +117,7 @@ def test_one_unlike_the_others_fails_alone(other: Any) -> None:
     assert len(recorder.batches) == 1
 
 
-def test_where_no_kind_is_most_of_them_the_batch_fails() -> None:
+def test_batch_without_majority_kind_fails() -> None:
     recorder = Recorder()
     with pytest.raises(CollationError, match=r"see Collation\.pad; send .* use unequal='group'"):
         compute(recorder, Collation.stack(), row(3), row(4))
@@ -126,7 +126,7 @@ def test_where_no_kind_is_most_of_them_the_batch_fails() -> None:
     assert recorder.batches == []
 
 
-def test_groups_are_computed_apart_and_come_back_in_order() -> None:
+def test_groups_are_computed_separately_in_order() -> None:
     recorder = Recorder(lambda batch: batch * 2)
     lengths = [3, 4, 3, 5, 4, 3]
     inputs = [row(length) + number for number, length in enumerate(lengths)]
@@ -175,9 +175,7 @@ def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None
         (lambda batch: {1, 2}, "the output is a set"),
     ],
 )
-def test_what_is_no_rows_is_an_error_of_every_input(
-    answer: Callable[[Any], Any], message: str
-) -> None:
+def test_output_without_rows_fails_every_input(answer: Callable[[Any], Any], message: str) -> None:
     for fault in compute(Recorder(answer), Collation.stack(), row(), row()):
         assert isinstance(fault, OutputMismatchError)
         assert message in str(fault)
@@ -199,14 +197,14 @@ def test_what_is_no_rows_is_an_error_of_every_input(
         (lambda batch: [[1, 2], [3, 4]], "rows", [[1, 2], [3, 4]]),
     ],
 )
-def test_what_rows_are_made_of(
+def test_rows_are_read_from_outputs(
     answer: Callable[[Any], Any], outputs: Any, expected: list[Any]
 ) -> None:
     collation = Collation.stack(outputs=outputs)
     assert compute(Recorder(answer), collation, 0.0, 1.0) == expected
 
 
-def test_an_error_in_the_place_of_a_row_is_that_rows_own() -> None:
+def test_exception_as_output_row_fails_that_row() -> None:
     fault = ValueError("no")
     found = compute(Recorder(lambda batch: [batch[0], fault]), Collation.stack(), row(), row())
     assert found[0].tolist() == [0, 1, 2]
@@ -243,7 +241,7 @@ async def test_gradients_stay_in_the_worker() -> None:
 
 
 @pytest.mark.slow
-async def test_where_it_is_not_known_who_is_wrong_the_batch_is_divided() -> None:
+async def test_batch_with_unknown_culprit_is_divided() -> None:
     async with DynBatcher(Doubles, policy="fixed", max_delay=20, max_batch_size=4) as batcher:
         calls = [call(batcher, row(length)) for length in (2, 2, 3, 3)]
         assert [len(await outcome(task)) for task in calls] == [2, 2, 3, 3]
@@ -256,7 +254,7 @@ async def test_where_it_is_not_known_who_is_wrong_the_batch_is_divided() -> None
 
 
 @pytest.mark.slow  # the worker loads PyTorch
-async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
+async def test_out_of_memory_reduces_batches() -> None:
     async with DynBatcher(OutOfMemory, policy="fixed", max_delay=20, max_batch_size=8) as batcher:
         calls = [call(batcher, row()) for _ in range(8)]
         for task in calls:
@@ -270,7 +268,7 @@ async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
         assert stats.batch_sizes[8] == 1
 
 
-async def test_a_class_with_something_else_is_refused_at_once() -> None:
+async def test_class_with_invalid_collation_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="its collation is 'stack'; make one with"):
         DynBatcher(Words)
 
@@ -280,7 +278,7 @@ async def test_a_class_with_something_else_is_refused_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_batch_size", [1, 3, 32])
-async def test_a_batch_of_rows_goes_through_batches_of_any_size(max_batch_size: int) -> None:
+async def test_batch_of_rows_spans_several_batches(max_batch_size: int) -> None:
     async with DynBatcher(Keeps, max_batch_size=max_batch_size) as batcher:
         whole = np.arange(20, dtype="f4").reshape(10, 2)
         views = [whole, whole[::-1], whole[:, ::-1], whole[2:5]]
@@ -314,12 +312,10 @@ async def test_rows_of_several_callers_share_batches() -> None:
         ({"x": np.zeros((2, 3)), "y": np.zeros((3, 3))}, "different numbers|numbers of rows"),
         ({"x": 1.0}, "'x' of the input, a float, has no batch axis"),
         ("text", "has no batch axis"),
-        ({}, "no batch"),
+        ({}, "not a batch"),
     ],
 )
-async def test_what_is_no_batch_is_refused_before_anything_is_queued(
-    batch: Any, message: str
-) -> None:
+async def test_invalid_batch_of_rows_is_rejected_unqueued(batch: Any, message: str) -> None:
     async with DynBatcher(Keeps) as batcher:
         with pytest.raises(CollationError, match=message):
             await batcher.process_rows(batch)
@@ -334,7 +330,7 @@ async def test_what_is_no_batch_is_refused_before_anything_is_queued(
     [((3, 10), False), ((3, 2**20), True), ((1001, 1), True)],
     ids=["small", "bytes", "rows"],
 )
-async def test_large_batches_are_split_and_joined_beside_the_loop(
+async def test_thread_splits_and_joins_large_batches(
     shape: tuple[int, int], is_large: bool
 ) -> None:
     here = threading.get_ident()
@@ -349,7 +345,7 @@ async def test_large_batches_are_split_and_joined_beside_the_loop(
 
 
 @pytest.mark.slow
-async def test_one_bad_row_fails_the_whole_input_and_nobody_else() -> None:
+async def test_bad_row_fails_only_its_input() -> None:
     async with DynBatcher(Compiled) as batcher:
         other = call(batcher, np.array([5.0]))
         with pytest.raises(InferenceError, match="negative"):

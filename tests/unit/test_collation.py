@@ -1,4 +1,4 @@
-"""What may be declared, and the error that names what may not."""
+"""Valid collations, and errors for invalid ones."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def test_the_defaults_stack_along_the_first_axis() -> None:
     assert collation.padding is None
 
 
-def test_one_batch_dim_is_for_both_allowed_sizes_are_sorted_and_numbers_may_be_numpys() -> None:
+def test_collation_arguments_are_normalized() -> None:
     assert Collation.stack(batch_dim=1).batch_dim == (1, 1)
     assert Collation.pad(value=0, batch_dim=(0, -1)).batch_dim == (0, -1)
     assert Collation.stack(allowed_batch_sizes=[8, 1, 8]).allowed_batch_sizes == (1, 8)

@@ -26,7 +26,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_live_objects_are_frozen_until_the_end_and_thresholds_stay() -> None:
+def test_freezing_keeps_thresholds() -> None:
     run("""
 before = gc.get_threshold()
 with frozen():
@@ -36,7 +36,7 @@ assert gc.get_freeze_count() == 0
 """)
 
 
-def test_cycles_that_are_garbage_at_the_start_are_collected_and_not_frozen() -> None:
+def test_initial_garbage_is_collected_before_freezing() -> None:
     run("""
 import weakref
 class Node: pass
@@ -49,7 +49,7 @@ with frozen():
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
-def test_several_blocks_freeze_and_the_last_to_end_unfreezes(
+def test_last_of_several_blocks_unfreezes(
     first_to_end: int,
 ) -> None:
     run(f"""
@@ -63,7 +63,7 @@ assert gc.get_freeze_count() == 0
 """)
 
 
-def test_what_the_app_has_frozen_stays_frozen() -> None:
+def test_frozen_objects_of_the_app_stay_frozen() -> None:
     run("""
 gc.freeze()
 count = gc.get_freeze_count()
@@ -75,7 +75,7 @@ assert gc.get_freeze_count() > count - 100
 
 
 @pytest.mark.parametrize("freeze_gc", [True, False])
-def test_a_worker_freezes_its_model_unless_it_is_told_not_to(freeze_gc: bool) -> None:
+def test_worker_freezes_its_model_by_default(freeze_gc: bool) -> None:
     async def ask() -> int:
         async with DynBatcher(FrozenCounter, freeze_gc=freeze_gc) as batcher:
             return await batcher.process_batched(None)
@@ -84,7 +84,7 @@ def test_a_worker_freezes_its_model_unless_it_is_told_not_to(freeze_gc: bool) ->
 
 
 @pytest.mark.parametrize("freeze_gc", [True, False])
-def test_a_lifespan_freezes_the_app_until_it_ends_unless_it_is_told_not_to(freeze_gc: bool) -> None:
+def test_lifespan_freezes_the_app_by_default(freeze_gc: bool) -> None:
     run(f"""
 import asyncio
 from fast_batcher import DynBatcher

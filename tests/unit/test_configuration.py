@@ -79,12 +79,12 @@ def write(path: Path, name: str, value: Any, *, table: str = "") -> Path:
     return path
 
 
-def test_every_option_that_can_be_text_has_a_value_here() -> None:
+def test_examples_cover_every_text_option() -> None:
     assert sorted(VALUES) == sorted(CAN_BE_TEXT)
 
 
 @every_option
-def test_an_option_is_set_by_code_environment_and_file(
+def test_option_is_set_by_code_environment_or_file(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     value, text = VALUES[name]
@@ -146,7 +146,7 @@ def test_code_wins_over_environment_over_file_over_default(
     assert batcher.settings["policy"] == ("adaptive", "default")
 
 
-def test_a_range_of_workers_is_written_with_a_hyphen(
+def test_worker_range_is_written_with_hyphen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FAST_BATCHER_NUM_WORKERS", "1-2")
@@ -181,7 +181,7 @@ def test_a_yaml_file_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("GPUS", "Did you mean 'devices'?"),
         ("OTHER__MAX_DELAI", "Did you mean 'max_delay'?"),
         ("RE_RANKER_MAX_DELAY", "Did you mean FAST_BATCHER_RE_RANKER__MAX_DELAY?"),
-        ("CONFG", "Did you mean 'config'?"),
+        ("CONFI", "Did you mean 'config'?"),
         ("CACHE", "cache can only be given in the code"),
         ("NAME", "name can only be given in the code"),
         ("MODEL_ARGS", "model_args can only be given in the code"),
@@ -205,7 +205,7 @@ def test_an_unknown_variable_is_refused(
         ("max_batch_size = ", "Invalid value"),
     ],
 )
-def test_a_file_with_a_mistake_is_refused_with_its_path(
+def test_faulty_file_is_rejected_with_its_path(
     text: str, error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "batchers.toml"
@@ -221,7 +221,7 @@ def test_a_missing_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal().startswith("FAST_BATCHER_CONFIG='/nowhere/batchers.toml': ")
 
 
-def test_options_that_contradict_each_other_are_named_with_their_sources(
+def test_contradicting_options_are_named_with_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FAST_BATCHER_POLICY", "fixed")

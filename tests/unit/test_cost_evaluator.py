@@ -91,7 +91,7 @@ def test_a_cost_is_any_finite_number_above_zero(cost: Any) -> None:
     ],
     ids=lambda cost: type(cost).__name__,
 )
-def test_a_cost_that_is_none_is_an_error_of_this_request(cost: Any) -> None:
+def test_invalid_cost_fails_its_request(cost: Any) -> None:
     assert isinstance(fault_of("input", cost=lambda _: cost), ConfigurationError)
 
 
@@ -115,13 +115,13 @@ def test_an_error_does_not_show_the_input(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "key", [[1], {}, math.nan, np.array([1, 2]), Nasty()], ids=lambda k: type(k)
 )
-def test_a_key_that_is_none_is_an_error_of_this_request(key: Any) -> None:
+def test_invalid_key_fails_its_request(key: Any) -> None:
     fault = fault_of("input", group_by=lambda _: key)
     assert isinstance(fault, ConfigurationError)
     assert "group_by" in str(fault)
 
 
-def test_a_key_that_raises_when_compared_with_another_fails_the_second_alone() -> None:
+def test_raising_key_comparison_fails_second_request() -> None:
     one = cost_evaluator(group_by=lambda value: value)
     first, second = Request(Colliding(), None), Request(Colliding(), None)
     assert one.evaluate(first) is None
@@ -161,7 +161,7 @@ async def test_a_fault_is_its_callers_alone() -> None:
 
 
 @pytest.mark.slow
-async def test_a_priority_goes_first_by_every_way_to_call(gate: Gate) -> None:
+async def test_priority_works_with_every_call(gate: Gate) -> None:
     async with DynBatcher(Gated, 1, model_args=(gate.path,)) as batcher:
         calls = [call(batcher, "running")]
         visit = await gate.visit()

@@ -27,7 +27,7 @@ async def close(batcher: DynBatcher[Any, Any]) -> None:
         await batcher.aclose()
 
 
-async def test_a_model_with_an_executor_is_closed_at_once_and_its_processes_are_gone() -> None:
+async def test_closing_ends_processes_of_a_models_executor() -> None:
     batcher = DynBatcher(Executes, stop_timeout=10 * LIMIT)
     pids = await batcher.process_batched(None)
     assert len(pids) == 2
@@ -37,7 +37,7 @@ async def test_a_model_with_an_executor_is_closed_at_once_and_its_processes_are_
 
 
 @commands
-async def test_what_the_model_has_started_ends_with_its_worker(command: str) -> None:
+async def test_children_of_model_end_with_worker(command: str) -> None:
     batcher = DynBatcher(StartsProcesses, stop_timeout=10 * LIMIT)
     pid = await batcher.process_batched(command)
     with Watch([pid]) as process:
@@ -46,7 +46,7 @@ async def test_what_the_model_has_started_ends_with_its_worker(command: str) -> 
 
 
 @commands
-async def test_what_the_model_has_started_ends_with_a_worker_that_is_killed(command: str) -> None:
+async def test_children_of_model_end_with_killed_worker(command: str) -> None:
     async with DynBatcher(StartsProcesses) as batcher:
         pid = await batcher.process_batched(command)
         with Watch([pid]) as process:
@@ -56,7 +56,7 @@ async def test_what_the_model_has_started_ends_with_a_worker_that_is_killed(comm
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
-async def test_what_the_model_has_started_in_a_session_of_its_own_lives_on(is_killed: bool) -> None:
+async def test_children_in_their_own_session_survive(is_killed: bool) -> None:
     batcher = DynBatcher(StartsProcesses, model_kwargs={"in_own_session": True})
     pid = await batcher.process_batched(COMMANDS["a child"])
     with Watch([pid]) as process:

@@ -1,4 +1,4 @@
-"""Which numbers the descriptors of ours have, and who gets them."""
+"""Numbers and inheritance of the library's file descriptors."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ FREE = [(), (1,), (0, 2), (0, 1, 2)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("free", FREE)
-def test_afterwards_no_file_gets_the_number_of_a_standard_stream(free: tuple[int, ...]) -> None:
+def test_standard_stream_numbers_stay_reserved(free: tuple[int, ...]) -> None:
     program = f"""
 import os, socket
 from fast_batcher._process import occupy_stdio
@@ -43,7 +43,7 @@ os.write(telling, b"done")
     assert (done.returncode, done.stdout) == (0, "done")
 
 
-def test_a_passed_descriptor_keeps_its_number_and_is_inherited_no_further() -> None:
+def test_passed_descriptor_is_not_inherited_further() -> None:
     fd = os.dup(0)
     os.set_inheritable(fd, True)
     assert PassedDescriptor(fd).detach() == fd

@@ -177,14 +177,14 @@ def test_the_cause_is_named(
     assert str(found).endswith(".")
 
 
-def test_a_scheduler_knows_that_the_model_ran_out_of_memory() -> None:
+def test_scheduler_remembers_out_of_memory() -> None:
     scheduler = make(max_batch_size=SIZE, max_queue_size=100)
     assert not scheduler.is_short_of_memory
     run(scheduler, arrive(1.0), room=8)
     assert scheduler.is_short_of_memory
 
 
-def test_the_figures_are_those_of_the_run() -> None:
+def test_explanation_has_figures_of_the_run() -> None:
     found = explained(few_arrivals())
     assert found.requests_per_second == pytest.approx(0.2 * CAPACITY, rel=0.1)
     assert found.load is not None
@@ -215,7 +215,7 @@ def test_idle_workers_need_no_change(
         assert found.advice == "nothing to change: the workers have time left"
 
 
-def test_no_warm_up_measures_more_than_one_input_where_a_batch_holds_one() -> None:
+def test_advice_without_a_second_measured_size() -> None:
     samples = [BatchSample(at, at + 1.0, 1, Release.FULL, 9, 0.0, 1.0) for at in range(9)]
     advice = explained(samples, max_batch_size=1).advice
     assert advice.startswith("no other size than 1 was measured")
@@ -308,7 +308,7 @@ def test_reason_and_mean_are_told_apart() -> None:
     assert "hold 7.2 requests on average; those of 89% of the requests were no" in str(found)
 
 
-def test_a_larger_size_is_advised_where_it_is_predicted_to_gain() -> None:
+def test_larger_size_is_advised_if_it_gains() -> None:
     samples = [
         BatchSample(number, number + 0.9 + size / 1000, size, Release.FULL, 9, 0.0, 0.9)
         for number, size in enumerate([8, 16, SIZE] * 10)

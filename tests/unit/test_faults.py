@@ -1,4 +1,4 @@
-"""Whatever raises inside of the core, every request has one place, and ends once."""
+"""Errors inside the core: every request has one place, and ends once."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -52,7 +52,7 @@ def test_arrivals_are_taken_all_or_not_at_all() -> None:
     assert run(scheduler, 1.0, 2).id == 0
 
 
-def test_a_decision_that_raises_gives_up_what_waits_and_nothing_else() -> None:
+def test_raising_decision_fails_only_waiting_requests() -> None:
     policy = Faulty("decide")
     scheduler = make(policy, max_batch_size=2, timeout=5.0, workers=2)
     running = run(scheduler, 0.0, 2)
@@ -74,7 +74,7 @@ def test_a_decision_that_raises_gives_up_what_waits_and_nothing_else() -> None:
     assert settle(scheduler, 3.0, running) == running.requests
 
 
-def test_what_cannot_be_learned_takes_no_answer_from_anybody() -> None:
+def test_failed_learning_loses_no_answer() -> None:
     policy = Faulty("batch_done")
     scheduler = make(policy, max_batch_size=2)
     batch = run(scheduler, 0.0)
@@ -121,7 +121,7 @@ class FaultyPacker(PaddedPacker):
         super().fill(chosen, waiting, count)
 
 
-def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> None:  # noqa: C901  flat on purpose
+def test_requests_end_once_if_forming_raises() -> None:  # noqa: C901  flat on purpose
     """With costs and targets, where most is asked: some are dropped, and batches made smaller."""
     kinds = set()
     for at in count(1):

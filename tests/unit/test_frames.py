@@ -94,9 +94,7 @@ some_pieces = st.lists(
 
 
 @given(frames=some_frames, pieces=some_pieces)
-def test_any_pieces_of_any_frames_give_the_same_frames(
-    frames: list[Frame], pieces: list[int]
-) -> None:
+def test_frames_are_independent_of_read_sizes(frames: list[Frame], pieces: list[int]) -> None:
     assert feed(stream(frames), pieces) == frames
 
 
@@ -123,7 +121,7 @@ def test_garbage_is_refused(garbage: bytes, before: int) -> None:
 
 
 @pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 2**40, 2**63, 2**64 - 1])
-def test_a_length_beyond_the_limit_is_refused_before_anything_is_allocated(length: int) -> None:
+def test_excessive_length_is_rejected_before_allocation(length: int) -> None:
     data = header(length=length)
     tracemalloc.start()
     try:

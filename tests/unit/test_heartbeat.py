@@ -1,4 +1,4 @@
-"""Which idle workers have stopped to answer; time is an argument."""
+"""Detection of idle workers that no longer answer; time is an argument."""
 
 from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, LATENESS, Heartbeat
 
@@ -7,14 +7,14 @@ def test_the_idle_ones_are_pinged() -> None:
     assert Heartbeat().tick(0.0, [0, 2]) == ([0, 2], [])
 
 
-def test_one_that_answers_is_pinged_again() -> None:
+def test_answering_worker_is_pinged_again() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
     heartbeat.answered(0)
     assert heartbeat.tick(HEARTBEAT_INTERVAL, [0]) == ([0], [])
 
 
-def test_one_that_does_not_is_told_once() -> None:
+def test_silent_worker_is_reported_once() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0, 1])
     heartbeat.answered(1)
@@ -23,19 +23,19 @@ def test_one_that_does_not_is_told_once() -> None:
     assert heartbeat.tick(2 * HEARTBEAT_INTERVAL, [1]) == ([1], [])
 
 
-def test_one_that_was_given_work_after_an_unanswered_ping_is_told_too() -> None:
+def test_worker_with_new_work_after_ping_is_reported() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
     assert heartbeat.tick(HEARTBEAT_INTERVAL, []) == ([], [0])
 
 
-def test_one_that_works_is_left_alone() -> None:
+def test_busy_worker_is_not_pinged() -> None:
     heartbeat = Heartbeat()
     assert heartbeat.tick(0.0, []) == ([], [])
     assert heartbeat.tick(HEARTBEAT_INTERVAL, []) == ([], [])
 
 
-def test_nobody_is_judged_after_a_tick_that_came_late() -> None:
+def test_late_tick_judges_no_worker() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
     late = HEARTBEAT_INTERVAL + LATENESS + 0.1
@@ -50,7 +50,7 @@ def test_a_little_lateness_is_usual() -> None:
     assert heartbeat.tick(HEARTBEAT_INTERVAL + LATENESS, [0]) == ([], [0])
 
 
-def test_one_that_is_no_more_is_forgotten() -> None:
+def test_removed_worker_is_forgotten() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
     heartbeat.answered(0)

@@ -51,9 +51,7 @@ CHILD_OF_A_SHELL = ("sh", "-c", '"$@"; true', "sh")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shared", "is_one_scope"), [(True, False), ("name", True)])
-def test_siblings_share_a_scope_and_others_share_a_name(
-    shared: bool | str, is_one_scope: bool
-) -> None:
+def test_siblings_share_a_scope(shared: bool | str, is_one_scope: bool) -> None:
     assert tell_scope(shared) == tell_scope(shared)
     assert (tell_scope(shared) == tell_scope(shared, *CHILD_OF_A_SHELL)) is is_one_scope
 
@@ -61,14 +59,12 @@ def test_siblings_share_a_scope_and_others_share_a_name(
 @pytest.mark.parametrize(
     ("shared", "name"), [("one", "Model"), ("two", "Other"), ("", "Model"), (True, "Other")]
 )
-def test_scopes_differ_by_the_name_given_and_by_the_batchers_name(
-    shared: bool | str, name: str
-) -> None:
+def test_scopes_differ_by_both_names(shared: bool | str, name: str) -> None:
     key = make_key(shared, {}, None, name)
     assert key.scope not in {make_key(other, {}, None, "Model").scope for other in (True, "two")}
 
 
-def test_the_supervisor_is_the_parent_and_a_named_scope_has_none() -> None:
+def test_only_unnamed_scopes_have_a_supervisor() -> None:
     assert make_key(True, {}, None, "Model").supervisor == os.getppid()
     assert make_key("name", {}, None, "Model").supervisor is None
     assert read_start_time(os.getppid()) == read_start_time(os.getppid())
@@ -320,7 +316,7 @@ def test_key_names_settings_and_arguments_that_differ(
     assert (keys[0] == keys[1]) is (not differences)
 
 
-def test_paths_are_found_in_containers_and_behind_many_texts() -> None:
+def test_paths_are_found_in_nested_arguments() -> None:
     circle: list[Any] = [Path("/models"), {"a": ("/weights", 1, b"/bytes")}]
     circle.append(circle)
     assert list_paths((circle, "/models")) == ["/models", "/weights"]
@@ -330,7 +326,7 @@ def test_paths_are_found_in_containers_and_behind_many_texts() -> None:
     assert "/models" in paths
 
 
-def test_a_tree_of_folders_is_looked_at_in_part(tmp_path: Path) -> None:
+def test_folder_trees_are_checked_in_part(tmp_path: Path) -> None:
     (tmp_path / "z").mkdir()
     (tmp_path / "z" / "file").touch()
     assert len(read_state(str(tmp_path)) or ()) == 1

@@ -18,7 +18,7 @@ def counts(ledger: Ledger) -> tuple[int, int, int]:
     return outcomes["completed"], outcomes["failed"], outcomes["cancelled"]
 
 
-async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
+async def test_each_remaining_caller_gets_its_outcome() -> None:
     """Callers wait on the loop or in a thread; some of them have gone."""
     loop = asyncio.get_running_loop()
     here, failed, looks_like_an_error = (loop.create_future() for _ in range(3))
@@ -50,7 +50,7 @@ async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
     assert all(request.is_settled for request in requests)
 
 
-def test_a_thread_cannot_cancel_what_is_being_told() -> None:
+def test_thread_cannot_cancel_during_settlement() -> None:
     future = concurrent.futures.Future[Any]()
     cancelled_while_told: list[bool] = []
     future.add_done_callback(lambda done: cancelled_while_told.append(done.cancel()))
@@ -69,7 +69,7 @@ def test_a_thread_cannot_cancel_what_is_being_told() -> None:
         ([False, False], ["failure", "output"], 0),
     ],
 )
-async def test_an_error_is_late_if_no_caller_got_one(
+async def test_error_is_late_without_a_caller(
     gone: list[bool], outcomes: list[str], late: int
 ) -> None:
     loop = asyncio.get_running_loop()

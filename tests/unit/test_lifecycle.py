@@ -6,7 +6,7 @@ from fast_batcher._core.values import MOVES, Event, State
 
 
 @pytest.mark.parametrize("state", State)
-def test_what_may_happen_in_each_state(state: State) -> None:
+def test_allowed_transitions_of_each_state(state: State) -> None:
     """And what may not: a missing move is an error."""
     allowed = {str(event): str(to) for (before, event), to in MOVES.items() if before is state}
     assert (

@@ -24,7 +24,7 @@ class OldLibrary(ctypes.CDLL):
 @pytest.mark.parametrize(
     ("has_old_library", "kind"), [(False, "/memfd:fast_batcher"), (True, "/dev/shm/")]
 )
-def test_a_python_without_memfd_has_such_files_all_the_same(
+def test_memory_files_work_without_memfd(
     has_old_library: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = os.listdir("/dev/shm")
@@ -50,9 +50,7 @@ def test_elsewhere_it_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("has_memfd", [True, False])
-def test_what_the_system_refuses_is_an_error_and_leaves_nothing(
-    has_memfd: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_allocation_leaves_nothing(has_memfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_memfd:
         monkeypatch.delattr(os, "memfd_create")
     before = os.listdir("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""What a worker raises when it cannot import the model's module, and what it tells of a GPU.
+"""Errors of a worker that cannot import the model's module; reports about its GPU.
 
 Everything else about loading is shown with real workers, in `test_batcher_processes.py`.
 """
@@ -18,7 +18,7 @@ class Misspells(Echo):
     def closes(self) -> None: ...
 
 
-def test_a_module_that_misses_another_raises_what_it_raises(
+def test_import_error_inside_a_module_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name that is wrong is not the user's string."""
@@ -28,7 +28,7 @@ def test_a_module_that_misses_another_raises_what_it_raises(
         import_model(pickling.dumps(("needs_another:Model", (), {})))
 
 
-def test_a_misspelt_hook_of_a_model_that_is_given_as_text_is_a_warning() -> None:
+def test_misspelt_hook_of_string_model_warns() -> None:
     with pytest.warns(RuntimeWarning, match=r"Misspells\.closes looks like close"):
         import_model(pickling.dumps((f"{__name__}:Misspells", (), {})))
 

@@ -1,4 +1,4 @@
-"""Which models and arguments a batcher takes, and what it says about the others."""
+"""Models and arguments that a batcher accepts, and errors for others."""
 
 import functools
 import inspect
@@ -45,7 +45,7 @@ class HasBoth(Misspells):
     def close(self) -> None: ...
 
 
-def test_a_misspelt_hook_is_a_warning_at_the_line_that_constructs_the_batcher() -> None:
+def test_misspelt_hook_warns_at_constructor_call() -> None:
     with pytest.warns(RuntimeWarning) as seen:
         DynBatcher(Misspells)
     assert [warning.filename for warning in seen] == [__file__] * 2
@@ -202,7 +202,7 @@ def test_infer_takes_the_list_of_inputs(infer: Any) -> None:
         max,  # in C, and its arguments cannot be asked for: the first call will tell
     ],
 )
-def test_whatever_can_be_called_with_the_list_is_a_model(infer: Any) -> None:
+def test_any_callable_infer_makes_a_model(infer: Any) -> None:
     construct(model_with(infer))
 
 
@@ -230,7 +230,7 @@ def test_a_stage_takes_one_value(stages: dict[str, Any], fault: str) -> None:
 
 
 @pytest.mark.parametrize("model", [lambda inputs: inputs, len, None, Echo(), ["a:B"]], ids=shown)
-def test_what_is_neither_class_nor_string_is_no_model(model: object) -> None:
+def test_model_must_be_class_or_string(model: object) -> None:
     message = refusal(model)
     assert message.startswith(
         f"model is of type {type(model).__name__}: give a subclass of InferenceModel or a "
@@ -246,7 +246,7 @@ class Replaced(Echo):
 Hidden = Replaced
 
 
-def test_a_class_that_is_not_under_its_name_cannot_be_imported_by_the_worker(
+def test_class_under_another_name_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Local(Echo):
@@ -261,9 +261,7 @@ def test_a_class_that_is_not_under_its_name_cannot_be_imported_by_the_worker(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["-c", "-", "-m"])
-def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
-    tmp_path: Path, where: str
-) -> None:
+def test_class_of_interactive_program_is_rejected(tmp_path: Path, where: str) -> None:
     """A notebook's `__main__` has no file either; the one of a package is not run in a worker."""
     program = (
         "from fast_batcher import DynBatcher, InferenceModel\n"
@@ -286,7 +284,7 @@ def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
 
 
 @pytest.mark.slow
-def test_a_class_of_a_file_does_wherever_it_is_used(tmp_path: Path) -> None:
+def test_class_of_a_script_is_importable(tmp_path: Path) -> None:
     """One that is imported at a prompt, and one of the script that is run."""
     at_prompt = (
         "import sys; sys.path.append('tests/support')\n"
@@ -333,7 +331,7 @@ def run_python(
     ],
     ids=shown,
 )
-def test_an_error_shows_no_value_of_an_argument_of_the_model(arguments: dict[str, Any]) -> None:
+def test_error_hides_values_of_model_arguments(arguments: dict[str, Any]) -> None:
     assert "canary" not in refusal(**arguments)
 
 
@@ -355,7 +353,7 @@ def test_arguments_that_cannot_be_pickled_are_named(thing: object) -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_arguments_that_are_larger_than_a_frame_are_refused() -> None:
+def test_arguments_larger_than_a_frame_are_rejected() -> None:
     weights = bytes(2**20)
     message = refusal(model_args=(weights,), max_frame_bytes=2**20)
     assert message.startswith("model_args and model_kwargs take ")

@@ -19,7 +19,7 @@ class Input:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-async def test_an_error_is_raised_as_it_is_and_keeps_nothing_alive(is_long: bool) -> None:
+async def test_error_is_raised_unchanged(is_long: bool) -> None:
     def fail(_: Input) -> None:
         raise KeyError("wrong")
 
@@ -35,7 +35,7 @@ async def test_an_error_is_raised_as_it_is_and_keeps_nothing_alive(is_long: bool
         gc.enable()
 
 
-async def test_the_loop_turns_while_it_lasts_and_a_cancelled_wait_ends_at_once() -> None:
+async def test_loop_runs_during_offloaded_work() -> None:
     begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -55,7 +55,7 @@ async def test_the_loop_turns_while_it_lasts_and_a_cancelled_wait_ends_at_once()
     assert has_ended.is_set()
 
 
-async def test_without_a_thread_to_be_had_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_offload_without_threads_runs_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -16,7 +16,7 @@ def make(calls: OpenCalls, now: float, deadline: float | None = None) -> Request
     return request
 
 
-def test_ids_rise_and_requests_are_found_until_they_are_removed() -> None:
+def test_requests_are_found_until_removed() -> None:
     calls = OpenCalls(10.0, idempotent=True)
     plain, timed = make(calls, 1.0), make(calls, 2.0, 5.0)
     assert (plain.id, timed.id) == (0, 1)
@@ -31,7 +31,7 @@ def test_ids_rise_and_requests_are_found_until_they_are_removed() -> None:
     assert make(calls, 3.0).id == 2
 
 
-def test_a_request_expires_some_time_after_its_deadline_and_once() -> None:
+def test_request_expires_once_after_its_deadline() -> None:
     calls = OpenCalls(10.0, idempotent=True)
     assert calls.next_expiry == inf
     plain, timed, late = make(calls, 0.0), make(calls, 0.0, 5.0), make(calls, 0.0, 50.0)
@@ -51,7 +51,7 @@ def test_a_request_expires_some_time_after_its_deadline_and_once() -> None:
     assert [*calls] == [late]
 
 
-def test_without_a_timeout_nothing_expires() -> None:
+def test_calls_without_timeout_do_not_expire() -> None:
     calls = OpenCalls(None, idempotent=True)
     request = make(calls, 0.0)
     assert calls.next_expiry == inf
@@ -60,7 +60,7 @@ def test_without_a_timeout_nothing_expires() -> None:
     assert len(calls) == 0
 
 
-def test_a_dead_host_costs_a_request_one_of_two_tries() -> None:
+def test_dead_host_uses_one_of_two_tries() -> None:
     calls = OpenCalls(10.0, idempotent=True)
     requests = [make(calls, 0.0), make(calls, 0.0, 5.0), make(calls, 0.0)]
     waiting = make(calls, 0.0)
@@ -85,7 +85,7 @@ def test_host_without_workers_dies_of_no_request() -> None:
     assert (request.losses, request.phase) == (0, RETRYING)
 
 
-def test_requests_that_must_not_be_computed_twice_fail_at_once() -> None:
+def test_non_idempotent_requests_fail_at_once() -> None:
     calls = OpenCalls(10.0, idempotent=False)
     sent, waiting = make(calls, 0.0), make(calls, 0.0)
     sent.phase = SENT
@@ -161,7 +161,7 @@ EVENTS: list[Callable[[Caller, int], None]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 30)), max_size=60), st.booleans())
-def test_each_request_ends_once_and_none_outlives_its_deadline(
+def test_each_request_ends_once_before_its_deadline(
     events: list[tuple[Callable[[Caller, int], None], int]], idempotent: bool
 ) -> None:
     caller = Caller(idempotent=idempotent)

@@ -1,4 +1,4 @@
-"""What a model may return for a batch."""
+"""Valid outputs of a model for a batch."""
 
 import array
 from collections import UserList, deque
@@ -34,7 +34,7 @@ GOOD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_sequence_of_the_right_length_is_taken_item_by_item(name: str) -> None:
+def test_sequence_of_right_length_is_split(name: str) -> None:
     outputs = as_list(GOOD[name], 3)
     assert isinstance(outputs, list)
     for output, expected in zip(outputs, GOOD[name], strict=True):
@@ -43,9 +43,7 @@ def test_a_sequence_of_the_right_length_is_taken_item_by_item(name: str) -> None
 
 @pytest.mark.parametrize("name", GOOD)
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_sequence_of_another_length_is_refused_and_both_counts_are_named(
-    name: str, count: int
-) -> None:
+def test_wrong_length_error_names_both_counts(name: str, count: int) -> None:
     with pytest.raises(OutputMismatchError, match=f"3 outputs for {count} inputs"):
         as_list(GOOD[name], count)
 
@@ -68,12 +66,12 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_anything_else_is_refused_and_its_type_is_named(name: str) -> None:
+def test_other_types_are_rejected_by_name(name: str) -> None:
     with pytest.raises(OutputMismatchError, match=f"{type(BAD[name]).__name__} for 3 inputs"):
         as_list(BAD[name], 3)
 
 
-def test_copies_share_no_memory_with_what_was_returned() -> None:
+def test_copies_share_no_memory_with_outputs() -> None:
     matrix = np.zeros((2, 3))
     assert np.shares_memory(as_list(matrix, 2)[0], matrix)
     rows = list_outputs(matrix, 2, "the function returned", copies=True)
@@ -84,13 +82,13 @@ def test_copies_share_no_memory_with_what_was_returned() -> None:
 
 @pytest.mark.parametrize("name", UNEVEN)
 @pytest.mark.parametrize("copies", [False, True])
-def test_what_iterates_over_something_else_is_refused(name: str, *, copies: bool) -> None:
+def test_misleading_iterables_are_rejected(name: str, *, copies: bool) -> None:
     make, message = UNEVEN[name]
     with pytest.raises(OutputMismatchError, match=message):
         list_outputs(make(2), 2, "infer returned", copies=copies)
 
 
-def test_a_table_of_another_length_is_refused_as_a_table() -> None:
+def test_table_of_wrong_length_is_rejected() -> None:
     with pytest.raises(OutputMismatchError, match="to_dict"):
         as_list(Frame(3), 2)
 

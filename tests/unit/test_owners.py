@@ -47,7 +47,7 @@ async def answer(client: httpx2.AsyncClient, value: str) -> Any:
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["first in, first out", "first in, last out"])
-async def test_two_apps_share_a_batcher_until_the_last_of_them_ends(first: int) -> None:
+async def test_last_of_two_apps_closes_the_batcher(first: int) -> None:
     batcher = DynBatcher(Echo)
     apps = [running(make_app(batcher)) for _ in range(2)]
     clients = [await app.__aenter__() for app in apps]
@@ -75,7 +75,7 @@ async def test_first_lifespan_decides_about_the_loop() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copy_of_a_batcher_says_what_to_do(duplicate: Callable[[object], object]) -> None:
+def test_copying_a_batcher_names_the_remedy(duplicate: Callable[[object], object]) -> None:
     batcher = DynBatcher(Echo)
     with pytest.raises(TypeError, match=r"Echo: a batcher has processes .* in a function"):
         duplicate(batcher)
@@ -83,7 +83,7 @@ def test_copy_of_a_batcher_says_what_to_do(duplicate: Callable[[object], object]
 
 
 @pytest.mark.parametrize("end", ["aclose", "stop"])
-async def test_an_explicit_end_is_the_end_for_all_and_counts_nobody_the_next_time(
+async def test_explicit_close_ends_all_owners(
     end: str,
 ) -> None:
     batcher = DynBatcher(Echo, stop_timeout=0.0)
@@ -112,7 +112,7 @@ async def test_an_explicit_end_is_the_end_for_all_and_counts_nobody_the_next_tim
     await batcher.aclose()
 
 
-async def test_one_that_comes_while_the_last_is_closing_is_refused_and_harms_no_call(
+async def test_owner_during_close_is_rejected(
     gate: Gate,
 ) -> None:
     batcher = DynBatcher(Gated, model_args=(gate.path,))
@@ -129,7 +129,7 @@ async def test_one_that_comes_while_the_last_is_closing_is_refused_and_harms_no_
     assert batcher.state == "closed"
 
 
-async def test_a_block_on_another_loop_is_refused_and_ends_no_batcher_of_this_one() -> None:
+async def test_owner_on_another_loop_is_rejected() -> None:
     batcher = DynBatcher(Echo)
     await batcher.open()
 

@@ -45,7 +45,7 @@ def test_nothing_is_known_before_the_first_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_hundred_batches_teach_shapes_of_equal_product_apart(seed: int) -> None:
+def test_two_hundred_batches_distinguish_equal_products(seed: int) -> None:
     model = PaddedModel()
     observe(model, 200, seed=seed)
     for one in SHAPES:
@@ -85,7 +85,7 @@ def test_a_larger_batch_takes_no_less_time(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_what_is_no_time_teaches_nothing(seconds: float) -> None:
+def test_invalid_times_are_ignored(seconds: float) -> None:
     model = PaddedModel()
     model.observe(shape(1, 1), seconds)
     assert not model.is_known

@@ -61,7 +61,7 @@ def there_and_back(value: Any) -> Any:
 
 
 def addresses(parts: OutOfBandPickle, least: int = 30_000) -> set[int]:
-    """Where the long pieces are."""
+    """Positions of the long pieces."""
     pieces = [np.frombuffer(piece, np.uint8) for _, piece in parts if len(piece) > least]
     return {piece.ctypes.data for piece in pieces}
 
@@ -130,7 +130,7 @@ def test_an_array_comes_back_as_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_of_an_input_can_be_written_whatever_it_was(name: str) -> None:
+def test_arrays_of_inputs_are_writable(name: str) -> None:
     sent = ARRAYS[name].copy(order="K")
     sent.flags.writeable = False
     got = pickle.loads(OutOfBandPickler(LEAST, makes_writable=True).dumps(sent))
@@ -157,7 +157,7 @@ def test_arrays_arrive_as_views_and_bytes_as_copies() -> None:
     assert 7 in slab
 
 
-def test_buffers_are_in_the_stream_until_there_is_enough_to_share() -> None:
+def test_small_buffers_stay_in_the_stream() -> None:
     pickler = make_pickler()
     arrays = [np.full(LEAST_SHARED // 4, number, np.uint8) for number in range(6)]
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_buffers_are_in_the_stream_until_there_is_enough_to_share() -> None:
     assert [one[0] for one in got] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_value_that_cannot_be_unpickled_harms_no_other() -> None:
+def test_value_that_cannot_be_unpickled_fails_alone() -> None:
     arrays = [np.full(LARGE, number, np.uint8) for number in range(4)]
     first, error, last = load(parts_of(arrays[0], [arrays[1], Unreadable(), arrays[2]], arrays[3]))
     assert isinstance(error, ValueError)
@@ -181,7 +181,7 @@ def test_a_value_that_cannot_be_unpickled_harms_no_other() -> None:
 
 
 @pytest.mark.slow
-def test_after_a_failure_nothing_is_locked_and_it_can_be_used_again() -> None:
+def test_pickler_is_reusable_after_a_failure() -> None:
     pickler = make_pickler()
     raw, strided = bytearray(LARGE), bytearray(LARGE)
     array = np.frombuffer(raw, np.uint8)
@@ -206,7 +206,7 @@ def test_after_a_failure_nothing_is_locked_and_it_can_be_used_again() -> None:
 
 
 @pytest.mark.parametrize("size", [100_000, LARGE])
-def test_what_was_resized_since_it_was_pickled_is_noticed(size: int) -> None:
+def test_resize_after_pickling_is_detected(size: int) -> None:
     raw = bytearray(size)
 
     class Resizes:
@@ -222,7 +222,7 @@ def test_what_was_resized_since_it_was_pickled_is_noticed(size: int) -> None:
 
 
 @pytest.mark.slow
-def test_buffers_in_a_cycle_of_garbage_do_no_harm() -> None:
+def test_buffers_in_garbage_cycles_are_released() -> None:
     """CPython 3.11 crashes on a PickleBuffer of a view in a cycle that is collected."""
 
     class Holder:
@@ -299,7 +299,7 @@ def test_tensors_come_back_as_they_were(torch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_tensor_is_a_view_that_can_be_written_and_can_be_resized_afterwards(torch: Any) -> None:
+def test_tensor_is_a_writable_view(torch: Any) -> None:
     tensor = torch.zeros(LARGE)
     parts = parts_of(tensor)
     assert len(parts.sizes) == 2
@@ -311,7 +311,7 @@ def test_a_tensor_is_a_view_that_can_be_written_and_can_be_resized_afterwards(to
 
 
 @pytest.mark.slow
-def test_what_is_registered_for_pickling_is_still_used(torch: Any) -> None:
+def test_registered_reducers_are_used(torch: Any) -> None:
     class Odd:
         pass
 

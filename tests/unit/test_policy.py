@@ -48,14 +48,14 @@ def queue_of(*deadlines: float) -> RankedQueue:
         pytest.param(make_policy("adaptive", 5.0), 0.0, [inf], Release.IDLE, id="none yet"),
     ],
 )
-def test_what_it_decides(
+def test_policy_decisions(
     policy: Policy, waited: float, deadlines: list[float], decision: Release | float
 ) -> None:
     assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), LOAD) == decision
 
 
 @pytest.mark.parametrize("policy", [GreedyPolicy(), FixedPolicy(5.0)])
-def test_they_learn_nothing(policy: Policy) -> None:
+def test_stateless_policies_learn_nothing(policy: Policy) -> None:
     before = policy.decide(ARRIVAL, queue_of(inf), LOAD)
     policy.arrived(50.0, 1, True)
     policy.batch_done(50.0, 1, LOAD)

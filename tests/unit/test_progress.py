@@ -16,7 +16,7 @@ def write_and_die(progress: WorkerProgress) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_written_reaches_the_process_and_outlives_it() -> None:
+def test_progress_outlives_its_process() -> None:
     progress = WorkerProgress()
     progress.let_sigterm_end()
     process = multiprocessing.get_context("spawn").Process(target=write_and_die, args=(progress,))

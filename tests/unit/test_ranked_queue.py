@@ -65,14 +65,14 @@ def costs_of(requests: list[Request]) -> list[float]:
 # Priorities.
 
 
-def test_a_higher_priority_goes_first_and_lower_ones_fill_the_room() -> None:
+def test_higher_priority_goes_first() -> None:
     arrivals = Arrivals()
     low, high, lower, other_high = (arrivals.add(priority) for priority in (0, 5, -1, 5))
     assert arrivals.send(3) == [high, other_high, low]
     assert arrivals.send(3) == [lower]
 
 
-def test_a_raised_request_goes_by_its_age_among_its_new_equals() -> None:
+def test_raised_request_goes_by_age() -> None:
     arrivals = Arrivals()
     oldest, high, raised, low, higher = (arrivals.add(priority) for priority in (0, 5, 0, 0, 5))
     arrivals.queue.raise_priority(raised, 5)
@@ -90,7 +90,7 @@ def test_a_raised_request_expires_at_its_deadline() -> None:
     assert arrivals.queue.size == 0
 
 
-def test_a_raised_request_is_passed_over_no_longer_than_its_window() -> None:
+def test_raised_request_waits_one_window_at_most() -> None:
     arrivals = Arrivals(PaddedPacker(None))
     raised = arrivals.add(0, cost=9)
     high = [arrivals.add(1) for _ in range(2 * WINDOW_BATCHES)]
@@ -114,7 +114,7 @@ def test_only_waiting_requests_are_raised() -> None:
     assert [running.priority, waiting.priority, cancelled.priority] == [0, 1, 0]
 
 
-def test_a_batch_that_is_tried_again_takes_no_turn_of_age() -> None:
+def test_retried_batch_takes_no_age_turn() -> None:
     scheduler = make(max_batch_size=2)
     scheduler.rank_requests()
     low = submit_ranked(scheduler, 0, GROUPS[0])
@@ -144,7 +144,7 @@ def submit_ranked(scheduler: Scheduler, priority: int, group: Group) -> Request:
     return request
 
 
-def test_priorities_hold_under_a_backlog_however_old_it_is() -> None:
+def test_priorities_hold_under_an_old_backlog() -> None:
     arrivals = Arrivals()
     for _ in range(1000):
         arrivals.add(0)
@@ -207,7 +207,7 @@ def test_an_input_above_the_batch_budget_goes_alone() -> None:
         assert costs_of(arrivals.send(8)) == [10] * 3
 
 
-def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
+def test_window_limits_overtaking_of_the_oldest() -> None:
     """However few of those between them are left."""
     arrivals = Arrivals(PaddedPacker(None))
     requests = arrivals.add_costs(*[1] * (2 * WINDOW_BATCHES), 2)
@@ -221,7 +221,7 @@ def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another group"])
-def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> None:
+def test_dropping_late_requests_takes_linear_time(others: int) -> None:
     """Counted in calls of functions. The oldest is in time, and is chosen with each that is not."""
 
     def calls_to_drop(late: int) -> int:

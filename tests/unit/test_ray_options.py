@@ -28,9 +28,7 @@ def test_versions_that_differ_are_named() -> None:
         ({"workers": 3}, "RayWorkers"),
     ],
 )
-def test_options_of_this_machine_are_refused_with_the_remedy(
-    options: dict[str, Any], named: str
-) -> None:
+def test_local_options_are_rejected_with_remedy(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         DynBatcher(Echo, **{"workers": RayWorkers(2), **options})
 

@@ -29,7 +29,7 @@ def test_after_a_failure_the_replaced_workers_go_back(good: int) -> None:
     assert back == [*range(good)]
 
 
-def test_a_worker_that_cannot_go_back_is_given_up() -> None:
+def test_worker_that_cannot_roll_back_is_dropped() -> None:
     reload = Reload(3)
     reload.replaced()
     reload.replaced()

@@ -1,4 +1,4 @@
-"""Which way outputs take, the pipe or the outbox; and how often they are pickled."""
+"""Transport of outputs by pipe or outbox, and the number of their picklings."""
 
 import os
 import pickle
@@ -44,7 +44,7 @@ class Post:
         return kind, shared.read(len(outputs))
 
     def where(self, outputs: list[Any]) -> list[Any]:
-        """Where large outputs have been left, the sizes of their parts, and so on."""
+        """Place of large outputs, sizes of their parts, and so on."""
         ((kind, body),) = self.encoder.pack(outputs, {})
         assert kind == Kind.SHARED_OUTPUTS
         where: list[Any] = [*loads(body)]
@@ -100,9 +100,7 @@ class Counted:
     ],
     ids=range(5),
 )
-def test_what_is_not_large_goes_through_the_pipe(
-    post: Post, outputs: list[Any], is_first: bool
-) -> None:
+def test_small_outputs_go_through_the_pipe(post: Post, outputs: list[Any], is_first: bool) -> None:
     if not is_first:
         post.pack([np.zeros(LARGE)])
     for _ in range(3):
@@ -123,7 +121,7 @@ def test_what_is_not_large_goes_through_the_pipe(
     ],
     ids=range(5),
 )
-def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> None:
+def test_large_outputs_go_into_the_outbox(post: Post, outputs: list[Any]) -> None:
     for _ in range(3):
         kind, got = post.pack(outputs)
         assert kind == Kind.SHARED_OUTPUTS
@@ -137,7 +135,7 @@ ROW = np.arange(LARGE // 6)
 @pytest.mark.parametrize(
     "shared", [ROW, bytearray(LARGE), {"row": ROW}, [0]], ids=["array", "raw", "dict", "list"]
 )
-def test_one_output_for_several_requests_is_an_object_for_each(post: Post, shared: Any) -> None:
+def test_shared_output_becomes_one_object_per_request(post: Post, shared: Any) -> None:
     _, got = post.pack([shared, np.zeros(LARGE), shared, shared])
     objects = [got[0], got[2], got[3]]
     assert repr(objects) == repr([shared] * 3)
@@ -148,7 +146,7 @@ def test_one_output_for_several_requests_is_an_object_for_each(post: Post, share
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> None:
+def test_unpicklable_output_fails_alone(post: Post, is_first: bool) -> None:
     if not is_first:
         post.pack([np.zeros(LARGE)])
     raw = bytearray(LARGE)
@@ -163,7 +161,7 @@ def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> N
 
 
 @pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
-def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
+def test_output_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
     _, (large, small) = post.pack([make(MAX_FRAME_BYTES), "small"])
     assert small == "small"
     assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(large)
@@ -171,7 +169,7 @@ def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
     assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
 
 
-def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None:
+def test_posted_outputs_are_released(post: Post) -> None:
     for raw in (bytearray(LARGE), bytearray(LARGE)):
         assert post.pack([np.frombuffer(raw, np.uint8), raw])[0] is Kind.SHARED_OUTPUTS
         raw.append(1)
@@ -184,7 +182,7 @@ def fill(post: Post) -> None:
 
 
 @pytest.mark.parametrize("output", [b"x" * (2 * MEBI), np.zeros(2 * MEBI, np.uint8)], ids=type)
-def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
+def test_outputs_without_room_use_the_pipe(
     post: Post, caplog: pytest.LogCaptureFixture, output: Any
 ) -> None:
     fill(post)
@@ -202,9 +200,7 @@ def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
     assert f"of max_shared_bytes={SIZE} are taken" in record.message
 
 
-def test_where_there_is_no_memory_the_pipe_is_left(
-    post: Post, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pipe_is_used_without_shared_memory(post: Post, caplog: pytest.LogCaptureFixture) -> None:
     refuse_memory(post.writer._fd)
     for _ in range(2):
         kind, (got,) = post.pack([np.full(LARGE, 1)])
@@ -214,7 +210,7 @@ def test_where_there_is_no_memory_the_pipe_is_left(
     assert post.writer._ranges.count == 0
 
 
-def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
+def test_missing_outbox_is_warned_about_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     encoder = ReplyEncoder(OSError("no such memory"), MAX_FRAME_BYTES)
@@ -231,7 +227,7 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
 
 
 @pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
-def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
+def test_answer_with_invalid_failures_is_invalid(post: Post, failures: Any) -> None:
     where = post.where([np.zeros(LARGE)])
     with pytest.raises(TransportError):
         SharedOutcomes(post.outbox.find(*where), failures).read(1)

@@ -12,7 +12,7 @@ def make(*tenants: int) -> Reporting:
     return reporting
 
 
-def test_nobody_reports_without_a_process() -> None:
+def test_no_reporter_without_a_process() -> None:
     reporting = make()
     reporting.left(1)
     for tell in (reporting.state_read, reporting.stalled):
@@ -32,7 +32,7 @@ def test_the_first_process_reports_until_it_leaves() -> None:
     assert reporting.choose(0.0) == 3
 
 
-def test_a_process_that_does_not_read_is_replaced() -> None:
+def test_reporter_that_stops_reading_is_replaced() -> None:
     reporting = make(1, 2)
     assert reporting.choose(9.0) == 1
     for tenant in (1, 2):
@@ -46,7 +46,7 @@ def test_a_process_that_does_not_read_is_replaced() -> None:
     assert reporting.choose(LATE) == 2
 
 
-def test_a_process_for_which_frames_pile_up_is_replaced_at_once() -> None:
+def test_slow_reporter_is_replaced_at_once() -> None:
     reporting = make(1, 2)
     assert reporting.choose(0.0) == 1
     reporting.stalled(1)

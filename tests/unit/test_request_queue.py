@@ -1,4 +1,4 @@
-"""Both queues of the scheduler: order, deadlines, and what they keep. Values only, no clock."""
+"""The two queues of the scheduler: order, deadlines and contents. Values only, no clock."""
 
 import itertools
 import random
@@ -54,7 +54,7 @@ def arrivals(request: pytest.FixtureRequest) -> Arrivals:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> None:
+def test_queue_behaves_like_a_list(arrivals: Arrivals, seed: int) -> None:
     """A list cannot be wrong."""
     chance = random.Random(seed)
     are_equal = isinstance(arrivals.queue, RequestQueue)
@@ -102,7 +102,7 @@ def test_requests_that_have_left_are_not_kept(arrivals: Arrivals, deadline: floa
         assert len(values) <= 2 * MIN_DEAD_ENTRIES
 
 
-def test_a_sweep_comes_when_the_dead_are_the_majority(arrivals: Arrivals) -> None:
+def test_sweep_starts_with_majority_of_dead(arrivals: Arrivals) -> None:
     """Each costs as much as there are entries: one per discarded request would be too many."""
     requests = arrivals.add(*[50.0] * 16 * MIN_DEAD_ENTRIES)
     sizes = [len(requests)]

@@ -14,7 +14,7 @@ def test_the_delays_double_up_to_ten_seconds() -> None:
     assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
 
 
-def test_a_stable_worker_starts_again_with_the_first_delay() -> None:
+def test_stable_worker_restarts_with_first_delay() -> None:
     restarts = Restarts(None, 60.0, 0.1)
     restarts.lost(0.0)
     restarts.ready(1.0)
@@ -23,7 +23,7 @@ def test_a_stable_worker_starts_again_with_the_first_delay() -> None:
     assert restarts.lost(160.0).delay == 0.1
 
 
-def test_a_worker_that_was_recycled_meanwhile_is_as_stable_as_one_that_was_not() -> None:
+def test_recycled_worker_counts_as_stable() -> None:
     restarts = Restarts(None, 60.0, 0.1)
     restarts.lost(0.0)
     for now in (1.0, 31.0, 60.5):
@@ -31,7 +31,7 @@ def test_a_worker_that_was_recycled_meanwhile_is_as_stable_as_one_that_was_not()
     assert restarts.lost(61.0).delay == 0.1
 
 
-def test_the_budget_is_spent_by_so_many_restarts_in_a_window() -> None:
+def test_restarts_in_a_window_spend_the_budget() -> None:
     restarts = Restarts(2, 60.0, 0.1)
     assert [restarts.lost(now).is_given_up for now in (0.0, 30.0, 59.9)] == [False, False, True]
 
@@ -42,7 +42,7 @@ def test_a_restart_leaves_the_budget_with_its_window() -> None:
     assert restarts.lost(89.9).is_given_up
 
 
-def test_after_a_window_there_is_a_try_again() -> None:
+def test_restart_is_retried_after_a_window() -> None:
     restarts = Restarts(1, 60.0, 0.1)
     restarts.lost(0.0)
     assert restarts.lost(1.0) == NextTry(60.0, is_given_up=True)

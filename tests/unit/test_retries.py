@@ -1,4 +1,4 @@
-"""What is tried again, how, and how often, by example; every moment an argument."""
+"""Retries, by example: requests, batches and limits; every time is an argument."""
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -17,7 +17,7 @@ def lose(scheduler: Scheduler, batch: Batch, progress: BatchProgress = BatchProg
     )
 
 
-def test_a_batch_that_was_begun_is_tried_again_one_by_one() -> None:
+def test_begun_batch_is_retried_one_by_one() -> None:
     scheduler = make(max_batch_size=3, workers=2)
     batch = run(scheduler, 0.0, 3)
     assert lose(scheduler, batch) == NOTHING
@@ -46,7 +46,7 @@ def test_a_request_is_poisonous_at_its_second_death() -> None:
     assert scheduler.waiting == 0
 
 
-def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
+def test_untaken_request_is_always_retried() -> None:
     scheduler = make(idempotent=False)
     batch = run(scheduler, 0.0)
     lose(scheduler, batch, BatchProgress.SENT)
@@ -54,7 +54,7 @@ def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
         assert lose_again(scheduler, float(number), BatchProgress.SENT) == NOTHING
 
 
-def test_a_worker_with_stages_has_nothing_but_the_request_that_was_on_a_dying_one() -> None:
+def test_suspect_request_runs_alone_with_stages() -> None:
     scheduler = make(max_batch_size=1, workers=0)
     scheduler.worker_ready(0.0, 0, stages=3)
     batch = run(scheduler, 0.0)
@@ -138,7 +138,7 @@ def test_out_of_memory_makes_batches_smaller() -> None:
     assert sorted(sizes) == [(4, Release.FULL)] * 2 + [(4, Release.RETRY)] * 2
 
 
-def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
+def test_possible_out_of_memory_death_reduces_batches() -> None:
     scheduler = make(max_batch_size=8, workers=2)
     batch = run(scheduler, 0.0, 8)
     scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
@@ -149,7 +149,7 @@ def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
     assert [len(batch.requests) for batch in poll_batches(scheduler, 2.0)] == [4, 4]
 
 
-def test_a_batch_that_is_sent_again_is_no_larger_than_memory_allows() -> None:
+def test_retried_batch_respects_the_memory_cap() -> None:
     scheduler = make(max_batch_size=8, workers=1)
     submit(scheduler, 0.0, 16)
     first, second = poll_batches(scheduler, 0.0)
@@ -164,7 +164,7 @@ def test_a_batch_that_is_sent_again_is_no_larger_than_memory_allows() -> None:
     assert second.requests[0].is_settled
 
 
-def test_the_deadlines_of_what_is_tried_again_are_kept() -> None:
+def test_retried_requests_keep_their_deadlines() -> None:
     """A poll between the answer and the news that it has failed."""
     scheduler = make(max_batch_size=2)
     batch = run(scheduler, 0.0, 2, deadline=5.0)
@@ -177,7 +177,7 @@ def test_the_deadlines_of_what_is_tried_again_are_kept() -> None:
     assert wake_at == 5.0
 
 
-def test_what_a_retired_worker_computes_is_not_given_up() -> None:
+def test_batches_of_retired_workers_are_kept() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0)
     scheduler.workers.retire(0)

@@ -1,4 +1,4 @@
-"""What the return curve learns of arrivals after events: numbers only."""
+"""The return curve of arrivals after events: numbers only."""
 
 from itertools import pairwise
 
@@ -21,19 +21,19 @@ def curve_of(*events: tuple[float, list[float]]) -> ReturnCurve:
     return curve
 
 
-def test_it_expects_what_has_come() -> None:
+def test_curve_expects_observed_returns() -> None:
     curve = curve_of((4, [0.5, 1.5, 1.7, 8.0]))
     assert curve.count == 1
     assert curve.expected(0.0, 4) == [1, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4, 4]
 
 
-def test_it_expects_in_proportion_but_no_more_than_usual() -> None:
+def test_curve_expects_in_proportion_up_to_usual() -> None:
     curve = curve_of((4, [0.5, 1.5]))
     assert curve.expected(0.0, 1)[-1] == 0.5
     assert curve.expected(0.0, 8)[-1] == 2.0
 
 
-def test_what_is_broken_off_teaches_nothing() -> None:
+def test_interrupted_observation_is_ignored() -> None:
     curve = ReturnCurve()
     curve.begin(0.0, HORIZON, 1)
     curve.forget_open()
@@ -41,7 +41,7 @@ def test_what_is_broken_off_teaches_nothing() -> None:
     assert curve.count == 0
 
 
-def test_it_is_not_closed_before_its_end() -> None:
+def test_curve_stays_open_until_its_end() -> None:
     curve = ReturnCurve()
     curve.begin(0.0, HORIZON, 1)
     curve.close(11.9)
@@ -56,7 +56,7 @@ times = st.lists(st.floats(0.0, 30.0), max_size=20).map(sorted)
 
 
 @given(events=st.lists(st.tuples(st.integers(1, 64), times), min_size=1, max_size=40))
-def test_it_never_expects_fewer_later(events: list[tuple[float, list[float]]]) -> None:
+def test_curve_is_monotonic(events: list[tuple[float, list[float]]]) -> None:
     curve = curve_of(*events)
     assert curve.count == len(events)
     for since in (0.0, 0.5, 3.0, POINTS - 1e-9):

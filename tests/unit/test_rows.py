@@ -1,4 +1,4 @@
-"""What two rows must have in common to be joined, and the errors that name what they have not."""
+"""Conditions for joining two rows, and errors that name the difference."""
 
 import math
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def test_rows_that_differ(one: Any, other: Any, text: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning", "ignore:torch.quantize")
-def test_a_feature_that_cannot_be_joined_is_named(make: Callable[[], Any]) -> None:
+def test_unjoinable_feature_is_named(make: Callable[[], Any]) -> None:
     with pytest.raises(CollationError, match=r"'some\.feature' is "):
         make_row({"some": {"feature": make()}}, STACK)
 
@@ -112,7 +112,7 @@ def test_a_feature_that_cannot_be_joined_is_named(make: Callable[[], Any]) -> No
         (np.ma.masked_array([1]), "the row is a MaskedArray; send a plain array"),
     ],
 )
-def test_what_cannot_be_a_row(value: Any, text: str) -> None:
+def test_invalid_rows_are_rejected(value: Any, text: str) -> None:
     with pytest.raises(CollationError) as caught:
         make_row(value, STACK)
     assert text in str(caught.value)

@@ -1,4 +1,4 @@
-"""When a batcher with a range of workers starts further ones and ends some, in virtual time."""
+"""Scaling of a range of workers, in virtual time."""
 
 import itertools
 from collections.abc import Callable
@@ -118,7 +118,7 @@ class Cluster:
         return [decision.workers for _, decision in self.decisions]
 
 
-def test_a_step_of_the_load_starts_as_many_workers_as_it_needs_at_once() -> None:
+def test_load_step_starts_several_workers_at_once() -> None:
     cluster = Cluster(poisson(3 * CAPACITY, 300.0, seed=1)).run(300.0)
     moment, decision = cluster.decisions[0]
     # The backlog has to grow to its target, and to stay above it.
@@ -142,7 +142,7 @@ def test_workers_that_load_count_as_present(loading: float) -> None:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_a_load_that_the_workers_bear_changes_nothing(load: float) -> None:
+def test_sufficient_workers_stay_unchanged(load: float) -> None:
     """The adaptive policy keeps the workers busy at each of them."""
     cluster = Cluster(poisson(2 * load * CAPACITY, 600.0, seed=3), fewest=2).run(600.0)
     assert cluster.decisions == []
@@ -154,7 +154,7 @@ def test_bursts_shorter_than_a_start_change_nothing() -> None:
     assert Cluster(bursts).run(600.0).decisions == []
 
 
-def test_a_load_that_comes_and_goes_within_minutes_keeps_its_workers() -> None:
+def test_load_that_returns_soon_keeps_its_workers() -> None:
     arrivals: list[float] = []
     for minute in range(0, 16, 2):
         since = 60.0 * minute
@@ -165,12 +165,12 @@ def test_a_load_that_comes_and_goes_within_minutes_keeps_its_workers() -> None:
 
 
 @pytest.mark.parametrize("load", [1.0, 1.3, 1.6])
-def test_no_load_between_two_numbers_of_workers_goes_to_and_fro(load: float) -> None:
+def test_worker_number_does_not_oscillate(load: float) -> None:
     cluster = Cluster(poisson(load * CAPACITY, 5 * QUIET, seed=4)).run(5 * QUIET)
     assert cluster.counts == sorted(cluster.counts)
 
 
-def test_idle_workers_end_one_by_one_down_to_the_lower_bound() -> None:
+def test_idle_workers_end_one_by_one() -> None:
     cluster = Cluster(poisson(6 * CAPACITY, 60.0, seed=5), fewest=2).run(60.0)
     most = cluster.wanted
     assert most >= 6
@@ -190,7 +190,7 @@ def test_the_upper_bound_is_kept() -> None:
     assert cluster.counts == [3]
 
 
-def test_rejections_start_workers_where_the_target_holds_the_backlog_down() -> None:
+def test_rejections_start_workers() -> None:
     cluster = Cluster(poisson(2.5 * CAPACITY, 300.0, seed=7), max_latency=0.6).run(300.0)
     assert "requests are rejected" in cluster.decisions[0][1].reason
     assert cluster.wanted >= 3
@@ -198,14 +198,14 @@ def test_rejections_start_workers_where_the_target_holds_the_backlog_down() -> N
     assert len(late) < 0.01 * len(cluster.world.latencies)
 
 
-def test_a_model_slower_than_the_target_is_no_reason_by_itself() -> None:
+def test_slow_model_alone_starts_no_worker() -> None:
     """A full batch takes ten times `DEFAULT_TARGET`, and a batch always waits for another."""
     arrivals = poisson(0.3 * SIZE / 10.0, 900.0, seed=8)
     cluster = Cluster(arrivals, seconds=lambda size: 9.0 + size / 8).run(900.0)
     assert cluster.decisions == []
 
 
-def test_clients_that_wait_for_their_answers_get_no_more_workers_than_they_can_use() -> None:
+def test_closed_loop_clients_limit_the_workers() -> None:
     # Four batches wait for one worker; with four workers none waits.
     cluster = Cluster([], clients=5 * SIZE, loading=1.0).run(300.0)
     assert 2 <= cluster.wanted <= 4
@@ -214,7 +214,7 @@ def test_clients_that_wait_for_their_answers_get_no_more_workers_than_they_can_u
 # The measured backlog.
 
 
-def test_the_backlog_is_all_work_divided_by_the_ready_workers() -> None:
+def test_backlog_is_work_per_ready_worker() -> None:
     scheduler = make(max_batch_size=SIZE, timeout=100.0, workers=0)
     assert (scheduler.seconds_of_backlog(0.0), scheduler.full_batch) == (None, None)
     times = [(1, seconds_of(1)), (SIZE, seconds_of(SIZE))]
@@ -289,7 +289,7 @@ def test_no_worker_ends_while_another_loads() -> None:
     assert decide(scaling, 10 * QUIET, 11 * QUIET + 1, backlog=0.0) == [1]
 
 
-def test_a_late_look_is_no_evidence() -> None:
+def test_late_measurement_is_ignored() -> None:
     """The process was stopped: what has arrived meanwhile is about to be answered."""
     scaling = Scaling(1, 8, None)
     assert decide(scaling, 0.0, PATIENCE) == []
@@ -297,14 +297,14 @@ def test_a_late_look_is_no_evidence() -> None:
     assert decide(scaling, 3600.0 + PATIENCE, 3601.0 + PATIENCE, arrived=10**6) == [3]
 
 
-def test_a_backlog_that_shrinks_needs_no_further_worker() -> None:
+def test_shrinking_backlog_starts_no_worker() -> None:
     scaling = Scaling(1, 8, None)
     backlogs = [20.0 * 0.9 ** (step / 2) for step in range(40)]
     looks = [scaling.decide(step / 2, load(backlog=value)) for step, value in enumerate(backlogs)]
     assert set(looks) == {None}
 
 
-def test_where_a_worker_cannot_start_no_further_one_is_tried_and_it_may_end() -> None:
+def test_failing_worker_stops_scaling_up() -> None:
     scaling = Scaling(1, 8, None)
     assert decide(scaling, 0.0, 600.0, ready=1, is_failing=True) == []
     assert decide(scaling, 600.0, 601.0 + QUIET, ready=1, is_failing=True, backlog=0.0) == [1]

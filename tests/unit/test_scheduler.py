@@ -28,7 +28,7 @@ from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, Queue
 # Batches.
 
 
-def test_a_free_worker_takes_what_waits_at_once() -> None:
+def test_free_worker_takes_waiting_requests() -> None:
     scheduler = make(max_batch_size=4)
     requests = submit(scheduler, 1.0, 3)
     (batch,) = poll_batches(scheduler, 1.0)
@@ -38,7 +38,7 @@ def test_a_free_worker_takes_what_waits_at_once() -> None:
     assert (scheduler.waiting, scheduler.workers.running) == (0, 3)
 
 
-def test_a_busy_worker_gets_a_second_batch_that_is_full() -> None:
+def test_busy_worker_gets_a_full_second_batch() -> None:
     """Late binding: until it is full, the batch is still open to later arrivals."""
     scheduler = make(max_batch_size=3)
     run(scheduler, 0.0)
@@ -66,7 +66,7 @@ def test_batch_behind_another_is_skipped_without_callers() -> None:
     assert told(scheduler.poll(0.3)[0]) == []
 
 
-def test_batch_behind_another_is_skipped_when_it_has_expired() -> None:
+def test_expired_batch_behind_another_is_skipped() -> None:
     scheduler = make(max_batch_size=2, timeout=5.0)
     run(scheduler, 0.0)
     second = run(scheduler, 1.0, 2)
@@ -85,7 +85,7 @@ def test_first_batch_of_a_worker_is_not_skipped() -> None:
 
 
 @pytest.mark.parametrize("has_target", [True, False])
-def test_no_second_batch_with_deadlines_before_times_are_known(*, has_target: bool) -> None:
+def test_deadlines_need_times_for_second_batch(*, has_target: bool) -> None:
     """Nothing tells whether it would be in time behind the other."""
     scheduler = make(max_batch_size=2)
     run(scheduler, 0.0, 2)
@@ -101,7 +101,7 @@ def test_a_worker_cannot_be_ready_twice() -> None:
 # The fixed window.
 
 
-def test_a_fixed_window_holds_no_full_batch_of_another_group() -> None:
+def test_fixed_window_releases_full_batch_of_group() -> None:
     scheduler = make(FixedPolicy(5.0), max_batch_size=3, is_grouped=True)
     one, other = Group("one"), Group("other")
     requests = [Request(number, None) for number in range(4)]
@@ -181,7 +181,7 @@ def arriving(scheduler: Scheduler, now: float) -> Batch:
     return batch
 
 
-def test_a_request_runs_until_its_answer_is_all_here() -> None:
+def test_request_runs_until_answer_is_complete() -> None:
     scheduler = make()
     requests = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
@@ -216,7 +216,7 @@ def test_no_request_expires_while_its_answer_arrives() -> None:
     assert not any(request.is_settled for request in requests)
 
 
-def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
+def test_arriving_answer_survives_loss_of_worker() -> None:
     scheduler = make()
     submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
@@ -225,7 +225,7 @@ def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
     assert scheduler.workers.end_copy_out(batch)
 
 
-def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
+def test_close_returns_requests_with_arriving_answers() -> None:
     scheduler = make()
     gone, stays = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
@@ -236,7 +236,7 @@ def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
     assert not scheduler.workers.end_copy_out(batch)
 
 
-def test_a_worker_is_not_ready_when_it_has_run_for_the_timeout_and_nobody_waits() -> None:
+def test_overdue_worker_without_callers_is_not_ready() -> None:
     scheduler = make(timeout=5.0)
     batch = run(scheduler, 0.0, 2)
     actions, wake_at = scheduler.poll(5.0)
@@ -249,7 +249,7 @@ def test_a_worker_is_not_ready_when_it_has_run_for_the_timeout_and_nobody_waits(
     assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 0)
 
 
-def test_a_clients_shorter_deadline_says_nothing_about_the_worker() -> None:
+def test_short_client_deadline_does_not_blame_worker() -> None:
     scheduler = make(max_batch_size=1, timeout=30.0)
     batch = run(scheduler, 0.0, deadline=0.05)
     # It is looked again when the server's own limit is reached.
@@ -264,7 +264,7 @@ def test_a_clients_shorter_deadline_says_nothing_about_the_worker() -> None:
     assert scheduler.workers.ready_count == 1
 
 
-def test_a_worker_is_ready_as_long_as_somebody_waits_for_its_batch() -> None:
+def test_worker_with_waiting_callers_is_ready() -> None:
     """A caller may have allowed more than the batcher's timeout."""
     scheduler = make(timeout=5.0)
     batch = run(scheduler, 0.0, deadline=50.0)
@@ -278,7 +278,7 @@ def test_a_worker_is_ready_as_long_as_somebody_waits_for_its_batch() -> None:
 # infer_timeout.
 
 
-def test_a_batch_that_runs_too_long_gets_its_worker_replaced() -> None:
+def test_overlong_batch_replaces_its_worker() -> None:
     scheduler = make(infer_timeout=4.0)
     batch = run(scheduler, 1.0, 2)
     assert scheduler.poll(1.0) == ([], 5.0)
@@ -293,7 +293,7 @@ def test_a_batch_that_runs_too_long_gets_its_worker_replaced() -> None:
     assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 0)
 
 
-def test_the_time_of_a_batch_begins_when_the_one_before_it_ends() -> None:
+def test_batch_time_starts_after_the_previous_batch() -> None:
     scheduler = make(max_batch_size=1, infer_timeout=4.0)
     first = run(scheduler, 0.0)
     second = run(scheduler, 1.0)
@@ -306,7 +306,7 @@ def test_the_time_of_a_batch_begins_when_the_one_before_it_ends() -> None:
 # Losing workers.
 
 
-def test_what_must_not_be_computed_twice_is_given_back() -> None:
+def test_non_idempotent_requests_are_returned() -> None:
     scheduler = make(max_batch_size=2, idempotent=False)
     submit(scheduler, 0.0, 5)
     first, second = poll_batches(scheduler, 0.0)
@@ -322,7 +322,7 @@ def test_what_must_not_be_computed_twice_is_given_back() -> None:
     assert scheduler.batch_done(1.0, 0, first.id) is None
 
 
-def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
+def test_losing_unready_worker_changes_nothing() -> None:
     scheduler = make(workers=1)
     assert scheduler.worker_lost(7) == NOTHING
     assert scheduler.workers.ready_count == 1
@@ -355,7 +355,7 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     assert scheduler.submit(1.0, sized(60)) == []
 
 
-def test_a_size_is_measured_only_if_nothing_else_rejects_its_request() -> None:
+def test_size_is_measured_after_other_rejections() -> None:
     measured: list[object] = []
 
     def measure_size(value: object) -> int:
@@ -405,7 +405,7 @@ class Counted(Request):
 # Drain and close.
 
 
-def test_draining_finishes_what_waits() -> None:
+def test_draining_finishes_waiting_requests() -> None:
     scheduler = make(max_batch_size=4)
     busy = run(scheduler, 0.0)
     waiting = submit(scheduler, 0.0, 2)
@@ -432,7 +432,7 @@ def test_closing_takes_no_more_requests() -> None:
 # Times.
 
 
-def test_a_batch_begins_when_its_worker_has_answered_the_batch_before_it() -> None:
+def test_batch_begins_after_previous_answer() -> None:
     scheduler = make(max_batch_size=2, workers=0)
     for moment in (1.0, 2.0, 3.0, 4.0):
         submit(scheduler, moment)
@@ -463,7 +463,7 @@ def reconfigure(
     scheduler.reconfigure(limits, policy)
 
 
-def test_another_target_counts_for_those_that_come() -> None:
+def test_new_target_applies_to_later_requests() -> None:
     scheduler = make(timeout=50.0)
     (first,) = submit(scheduler, 0.0)
     reconfigure(scheduler, max_latency=2.0)
@@ -499,7 +499,7 @@ def costly(*costs: float) -> list[Request]:
     return having("cost", costs)
 
 
-def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -> None:
+def test_first_costs_set_costs_of_warm_up() -> None:
     packer = PaddedPacker(None)
     scheduler = make(max_batch_size=4, max_latency=3.0, packer=packer, workers=0)
     warm_up = [(1, 1.0), (4, 2.5)]
@@ -519,7 +519,7 @@ def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -
 # What the shell tells between two polls.
 
 
-def test_a_poll_is_due_after_an_answer_if_requests_wait() -> None:
+def test_poll_is_due_after_answer_with_backlog() -> None:
     scheduler = make(max_batch_size=1)
     batch = run(scheduler, 0.0)
     was_due = scheduler.is_poll_due
@@ -529,7 +529,7 @@ def test_a_poll_is_due_after_an_answer_if_requests_wait() -> None:
     assert len(poll_batches(scheduler, 2.0)) == 1
 
 
-def test_a_batch_that_is_sent_late_has_its_time_from_then_on_unless_it_has_begun() -> None:
+def test_late_batch_time_starts_when_sent() -> None:
     scheduler = make(infer_timeout=4.0)
     batch = run(scheduler, 0.0)
     scheduler.workers.not_sent_yet(3.0, 0, begun=None)
@@ -543,7 +543,7 @@ def test_a_batch_that_is_sent_late_has_its_time_from_then_on_unless_it_has_begun
     assert scheduler.poll(20.0)[0] == []
 
 
-def test_what_is_told_of_a_worker_or_batch_that_is_gone_changes_nothing() -> None:
+def test_events_of_removed_workers_change_nothing() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0, 2)
     assert scheduler.batch_done(1.0, 0, batch.id) is batch

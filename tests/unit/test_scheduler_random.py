@@ -132,7 +132,7 @@ def make_scheduler(options: Options) -> Scheduler:
 
 @dataclass
 class Running:
-    """What the oracle knows of a batch on a worker."""
+    """The oracle's record of a batch on a worker."""
 
     batch: Batch
     open_ids: list[int]
@@ -143,7 +143,7 @@ class Running:
 
 @dataclass(eq=False)
 class Worker:
-    """What the oracle knows of a ready worker."""
+    """The oracle's record of a ready worker."""
 
     batches: list[Running] = field(default_factory=list)
     started_at: float = 0.0
@@ -158,7 +158,7 @@ class Worker:
 
 @dataclass
 class Turn:
-    """Who was before a request in the queue when it came."""
+    """Requests before a request in the queue at its arrival."""
 
     older: int
     batches_before: int

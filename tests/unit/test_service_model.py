@@ -1,4 +1,4 @@
-"""What the service model learns from times of batches: all of them numbers, no clock."""
+"""The service model of batch times: numbers only, no clock."""
 
 from itertools import pairwise
 from math import inf, nan
@@ -42,7 +42,7 @@ def test_the_points_are_the_learned_sizes_in_order() -> None:
 
 
 @pytest.mark.parametrize("took", [0.0, -1.0, nan, inf, -inf])
-def test_a_time_that_cannot_be_is_ignored(took: float) -> None:
+def test_impossible_time_is_ignored(took: float) -> None:
     assert not model_of((1, took)).is_known
     model = model_of((1, 2.0), times=50)
     model.observe(1, took)
@@ -50,7 +50,7 @@ def test_a_time_that_cannot_be_is_ignored(took: float) -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, -1.0, nan, inf])
-def test_a_size_that_cannot_be_is_ignored(size: float) -> None:
+def test_impossible_size_is_ignored(size: float) -> None:
     assert not model_of((size, 1.0)).is_known
 
 
@@ -80,7 +80,7 @@ def test_between_two_sizes_it_is_a_line() -> None:
     assert model.median(11) == pytest.approx(11.0, rel=0.1)
 
 
-def test_at_both_ends_the_line_goes_on() -> None:
+def test_model_extrapolates_at_both_ends() -> None:
     model = model_of((8, 10.0), (16, 14.0), (32, 30.0), times=3)
     assert model.median(64) == pytest.approx(62.0, rel=0.1)
     assert model.median(2) == pytest.approx(7.0, rel=0.1)
@@ -89,20 +89,20 @@ def test_at_both_ends_the_line_goes_on() -> None:
     assert steep.median(4) == pytest.approx(0.5, rel=0.1)
 
 
-def test_one_size_says_nothing_of_larger_ones_and_no_fixed_cost_of_smaller_ones() -> None:
+def test_one_size_predicts_no_larger_size() -> None:
     model = model_of((8, 2.0))
     assert model.median(8) == model.median(64) == 2.0
     assert model.median(1) == 0.25
 
 
-def test_beyond_the_last_size_noise_of_neighbours_is_no_slope() -> None:
+def test_noise_of_neighbours_gives_no_slope() -> None:
     """Buckets that end and begin with nearly the same size, and times that differ a little."""
     model = model_of((1, 1.0), (16, 1.0), (17, 1.1), times=3)
     assert model.median(64) < 1.5
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_finds_a_knee_among_outliers(seed: int) -> None:
+def test_model_finds_a_knee_among_outliers(seed: int) -> None:
     """One time in a hundred is twentyfold, the others scatter by a tenth."""
     random = Random(seed)
     model = ServiceModel()
@@ -116,7 +116,7 @@ def test_it_finds_a_knee_among_outliers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_in_twenty_takes_longer_than_high(seed: int) -> None:
+def test_five_percent_take_longer_than_high(seed: int) -> None:
     random = Random(seed)
     model = ServiceModel()
     longer = 0
@@ -128,7 +128,7 @@ def test_one_in_twenty_takes_longer_than_high(seed: int) -> None:
     assert 0.03 < longer / 5000 < 0.08
 
 
-def test_slow_ones_at_the_start_are_not_believed_for_long() -> None:
+def test_slow_first_batches_are_forgotten() -> None:
     """The highest but one of the first five is slow, and the quantile falls slowly by itself."""
     model = model_of((1, 0.2), times=2)
     for _ in range(150):
@@ -137,7 +137,7 @@ def test_slow_ones_at_the_start_are_not_believed_for_long() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_in_ten_that_is_slow_stays_known(seed: int) -> None:
+def test_frequent_slow_batches_stay_known(seed: int) -> None:
     random = Random(seed)
     model = model_of((1, 0.08), (1, 0.08), (1, 0.004), (1, 0.004), (1, 0.004))
     lows = 0

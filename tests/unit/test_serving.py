@@ -1,4 +1,4 @@
-"""What a worker does with batches: `BatchLoop` and `StageLoop` in a thread, against real pipes.
+"""The worker's loops: `BatchLoop` and `StageLoop` in a thread, with real pipes.
 
 What it does to its process (signals, the end with the parent) is tested with real processes.
 """
@@ -161,14 +161,14 @@ def test_batches_are_answered_in_their_order(served: Served) -> None:
 
 
 @serves(lambda: Returns(torch.ones((2, 3), requires_grad=True) * 2))
-def test_the_rows_of_a_tensor_leave_their_gradients_behind(served: Served) -> None:
+def test_rows_of_a_tensor_have_no_gradients(served: Served) -> None:
     rows = outcomes_in(served.ask(1, 2))
     assert [row.tolist() for row in rows] == [[2.0] * 3] * 2
     assert not any(row.requires_grad for row in rows)
 
 
 @serves(Echo)
-def test_stop_comes_after_what_was_sent_before(served: Served) -> None:
+def test_stop_follows_frames_sent_before(served: Served) -> None:
     served.channel.send(Kind.INPUT_ATOMS, 1, pickling.dumps(["last"]))
     served.channel.send(Kind.STOP)
     served.channel.send(Kind.INPUT_ATOMS, 2, pickling.dumps(["never read"]))
@@ -178,7 +178,7 @@ def test_stop_comes_after_what_was_sent_before(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Gate) -> None:
+def test_signals_do_not_truncate_answers(gate: Gate) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = open_pipes(context)
     # One page, so that the worker waits in the middle of its answer until somebody reads.
@@ -227,24 +227,24 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
         (Kind.RAISED, "cuda is nice"),
     ],
 )
-def test_what_the_model_raises_tells_what_can_be_done(served: Served, kind: int, text: str) -> None:
+def test_model_errors_have_their_frame_kinds(served: Served, kind: int, text: str) -> None:
     assert text in str(failure_in(served.ask(text), kind))
 
 
 @pytest.mark.parametrize("served", [(Echo, RunsOut())], indirect=True, ids=["stages"])
-def test_out_of_memory_in_a_stage_does_not_end_the_worker(served: Served) -> None:
+def test_worker_survives_out_of_memory_in_a_stage(served: Served) -> None:
     for _ in range(2):
         assert "out of memory" in str(outcomes_in(served.ask("a"))[0])
 
 
 @serves(StreamsInput)
-def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served) -> None:
+def test_models_generator_survives_out_of_memory(served: Served) -> None:
     assert served.ask("large").kind == Kind.OUT_OF_MEMORY
     assert pickling.loads(served.ask("small").body) == [1]
 
 
 @serves(Says)
-def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Served) -> None:
+def test_worker_ends_after_a_fatal_error(served: Served) -> None:
     fatal = pickling.dumps(["CUDA error: unspecified launch failure"])
     served.channel.send(Kind.INPUT_ATOMS, 1, fatal)
     served.channel.send(Kind.INPUT_ATOMS, 2, pickling.dumps(["fine"]))
@@ -255,7 +255,7 @@ def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Serve
 
 
 @serves(BrokenAndRaises)
-def test_an_input_that_cannot_be_read_does_not_keep_the_others_from_another_try(
+def test_unreadable_input_does_not_prevent_retries(
     served: Served,
 ) -> None:
     bad = BrokenOnArrival("parent", KeyError("its own"))
@@ -264,7 +264,7 @@ def test_an_input_that_cannot_be_read_does_not_keep_the_others_from_another_try(
 
 
 @serves(Echo)
-def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> None:
+def test_worker_writes_progress_to_shared_memory(served: Served) -> None:
     assert (served.progress.taken, served.progress.begun) == (None, None)
     served.ask("a")
     assert (served.progress.taken, served.progress.begun) == (5, 5)
@@ -292,7 +292,7 @@ def test_an_exception_is_found_whatever_outputs_came_before(served: Served) -> N
 
 
 @serves(Echo)
-def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> None:
+def test_batch_parts_are_joined_by_number(served: Served) -> None:
     def part(*values: str) -> bytes:
         return pickling.dumps([pickling.dumps(value) for value in values])
 

@@ -11,7 +11,7 @@ def go_well(cap: SizeCap, times: int) -> None:
         cap.went_well(cap.size)
 
 
-def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() -> None:
+def test_failed_try_doubles_the_wait() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)
     go_well(cap, FIRST_WAIT)
@@ -23,7 +23,7 @@ def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() 
     assert cap.size == 18
 
 
-def test_it_comes_to_an_end_and_starts_again_as_if_nothing_had_been() -> None:
+def test_cap_ends_and_starts_again() -> None:
     cap = SizeCap(3)
     cap.ran_out(3)
     cap.ran_out(3)
@@ -38,7 +38,7 @@ def test_it_comes_to_an_end_and_starts_again_as_if_nothing_had_been() -> None:
 
 
 @given(st.integers(2, 300), st.integers(1, 300))
-def test_it_finds_any_limit_and_rarely_tries_beyond_it(most: int, limit: int) -> None:
+def test_cap_finds_any_limit(most: int, limit: int) -> None:
     cap = SizeCap(most)
     failures = 0
     for _ in range(20_000):
@@ -54,14 +54,14 @@ def test_it_finds_any_limit_and_rarely_tries_beyond_it(most: int, limit: int) ->
     assert failures <= most.bit_length() + 20_000 // MAX_WAIT + MAX_WAIT.bit_length()
 
 
-def test_another_maximum_counts_at_once_where_nothing_has_been_learned() -> None:
+def test_new_maximum_applies_before_any_failure() -> None:
     cap = SizeCap(32)
     for most in (64, 8):
         cap.limit(most)
         assert (cap.size, cap.is_watching) == (most, False)
 
 
-def test_one_too_large_alone_never_brings_back_a_larger_maximum() -> None:
+def test_single_too_large_input_keeps_the_cap() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)
     cap.limit(4)

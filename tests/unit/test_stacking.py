@@ -68,7 +68,7 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_in_lent_memory_are_one_without_a_copy(memory: bytearray, kind: str) -> None:
+def test_neighbours_in_lent_memory_stack_without_copy(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)
     for begin, end in ((0, 4), (1, 3), (2, 3)):
         whole = stack(rows[begin:end])
@@ -81,7 +81,7 @@ def test_neighbours_in_lent_memory_are_one_without_a_copy(memory: bytearray, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_lies_otherwise_is_copied(memory: bytearray, kind: str) -> None:
+def test_other_layouts_are_copied(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)
     own = rows[1] + 0
     cases = [
@@ -100,7 +100,7 @@ def test_what_lies_otherwise_is_copied(memory: bytearray, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_known_are_looked_at_as_they_are_now(memory: bytearray, kind: str) -> None:
+def test_known_rows_are_checked_again(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)
     know(rows)
     assert address(stack(rows)) == address(rows[0])
@@ -131,7 +131,7 @@ def test_neighbours_that_are_not_alike_are_not_rows(memory: bytearray, kind: str
     assert stacking.find_whole([rows[0][:0], rows[0][:0]]) is None
 
 
-def test_what_begins_before_lent_memory_or_ends_behind_it_is_copied(memory: bytearray) -> None:
+def test_rows_outside_lent_memory_are_copied(memory: bytearray) -> None:
     rows = rows_in(memory, "array")
     (piece,) = stacking._lent
     for start, end in ((piece.start + 1, piece.end), (piece.start, piece.end - 1)):
@@ -149,7 +149,7 @@ def test_rows_are_joined_without_a_copy(memory: bytearray, kind: str) -> None:
     assert address(join(rows, Collation.stack(batch_dim=1))) != address(rows[0])
 
 
-def test_without_arrays_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_without_arrays_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="at least one array"):
         stack([])
     with pytest.raises(ValueError, match="same shape"):

@@ -29,13 +29,13 @@ def snapshot(counters: Counters) -> BatcherStats:
 
 
 @pytest.mark.parametrize("q", [0.0, 0.5, 0.95, 1.0])
-def test_nothing_has_no_quantile_and_one_value_is_every_quantile(q: float) -> None:
+def test_quantiles_of_no_and_one_value(q: float) -> None:
     assert quantile(samples(), q) is None
     assert quantile(samples((7.5, 3)), q) == 7.5
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_it_is_that_of_the_written_out_list(seed: int) -> None:
+def test_weighted_quantile_matches_expanded_list(seed: int) -> None:
     chance = random.Random(seed)
     waits = samples(*[(chance.choice([0.5, 1.5, chance.random()]), chance.randint(1, 9))] * 3)
     waits.extend((chance.random(), chance.randint(1, 9)) for _ in range(chance.randint(0, 30)))

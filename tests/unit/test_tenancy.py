@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fast_batcher._core.host import LINGER, Tenancy
 
 
-def test_a_host_to_which_nobody_comes_ends_after_a_while() -> None:
+def test_host_without_clients_ends_after_lingering() -> None:
     assert Tenancy(5.0).ends_at == 5.0 + LINGER
 
 
@@ -41,7 +41,7 @@ def test_the_next_process_keeps_a_host_that_lingers() -> None:
     assert tenancy.ends_at == 20.0
 
 
-def test_a_host_ends_at_once_when_nobody_can_come() -> None:
+def test_host_ends_at_once_without_possible_clients() -> None:
     for event in ("supervisor ended", "asked to end"):
         tenancy = Tenancy(0.0)
         tell(tenancy, 7.0, event)
@@ -68,7 +68,7 @@ EVENTS = ["joined", "goodbye", "vanished", "supervisor ended", "asked to end"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3)), max_size=40))
-def test_a_host_lives_while_it_has_a_process_and_never_longer_than_it_lingers(
+def test_host_lives_while_it_has_a_process(
     events: list[tuple[str, int]],
 ) -> None:
     tenancy, tenants, is_final = Tenancy(0.0), set[int](), False

@@ -1,4 +1,4 @@
-"""Which tensors are simply their bytes, and what is made of bytes. Every kind: `array_kinds`."""
+"""Conversion of tensors to bytes and back. Every kind: `array_kinds`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ torch: Any = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("name", PLAIN_DTYPES)
-def test_a_tensor_of_numbers_is_made_of_its_bytes_again(name: str) -> None:
+def test_tensor_is_rebuilt_from_its_bytes(name: str) -> None:
     tensor = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name))
     assert is_plain_tensor(torch, tensor)
     raw = bytearray(tensor.view(torch.uint8).numpy().tobytes())
@@ -20,7 +20,7 @@ def test_a_tensor_of_numbers_is_made_of_its_bytes_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qint8", "quint8", "qint32", "bits8"])
-def test_a_dtype_that_is_not_known_to_be_safe_is_refused(name: str) -> None:
+def test_unknown_dtype_is_rejected(name: str) -> None:
     """PyTorch would end the process for some of them."""
     with pytest.raises(TypeError, match=f"dtype torch.{name} cannot be made of bytes"):
         rebuild_tensor(memoryview(bytearray(8)), getattr(torch, name), (8,))

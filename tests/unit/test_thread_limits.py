@@ -1,4 +1,4 @@
-"""How many threads the numeric libraries of a worker may use, and what wins over that."""
+"""Thread limits of a worker's numeric libraries, and their precedence."""
 
 import os
 import threading
@@ -47,7 +47,7 @@ def test_the_workers_of_all_batchers_share_the_cores(monkeypatch: pytest.MonkeyP
     ranged.stop()
 
 
-def test_what_the_user_has_set_wins() -> None:
+def test_user_settings_win() -> None:
     environ = {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "", "OTHER": "kept"}
     environment = worker_environment(environ, 3, None)
     assert environment | environ == environment
@@ -58,7 +58,7 @@ def test_what_the_user_has_set_wins() -> None:
     }
 
 
-def test_cores_are_those_that_this_thread_may_use() -> None:
+def test_cores_follow_the_threads_affinity() -> None:
     def limited_to_one() -> int:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         return usable_cores()
@@ -79,9 +79,7 @@ def test_cores_are_those_that_this_thread_may_use() -> None:
         ("x 100000", None),
     ],
 )
-def test_a_quota_file_tells_how_many_cores_a_container_has(
-    tmp_path: Path, text: str, cores: float | None
-) -> None:
+def test_quota_file_limits_the_cores(tmp_path: Path, text: str, cores: float | None) -> None:
     path = tmp_path / "cpu.max"
     path.write_text(text)
     assert read_quota(path) == cores

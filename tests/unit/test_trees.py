@@ -97,7 +97,7 @@ STRUCTURES = [
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_what_is_taken_apart_is_built_again_and_every_leaf_has_a_path(structure: Any) -> None:
+def test_flattened_tree_is_rebuilt_with_paths(structure: Any) -> None:
     leaves, tree = flatten(structure)
     assert len(paths(tree)) == len(leaves)
     built = build(tree, iter(leaves))
@@ -121,7 +121,7 @@ def test_structures_that_differ_have_trees_that_differ(one: Any, other: Any) -> 
     assert flatten(one)[1] != flatten(other)[1]
 
 
-def test_a_dataclass_is_not_constructed_and_keeps_what_was_set() -> None:
+def test_rebuilt_dataclass_keeps_its_attributes() -> None:
     point = Point(1)
     point.made = "later"
     built = changed(point)
@@ -130,7 +130,7 @@ def test_a_dataclass_is_not_constructed_and_keeps_what_was_set() -> None:
     assert built._note == ("leaf", 2)
 
 
-def test_a_pydantic_model_is_not_validated_and_keeps_private_attributes() -> None:
+def test_rebuilt_pydantic_model_keeps_private_attributes() -> None:
     model: Any = Checked.model_validate({"x": 1, "more": 3})
     model._secret = 7
     assert model.square == 1
@@ -143,7 +143,7 @@ def test_a_pydantic_model_is_not_validated_and_keeps_private_attributes() -> Non
     assert again(model)._secret == 7
 
 
-def test_what_has_a_shape_of_its_own_is_a_leaf() -> None:
+def test_value_with_a_shape_is_a_leaf() -> None:
     class Shape(tuple[int, ...]):
         __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What is computed before the worker is ready, and what is told of it; in this process."""
+"""Warm-up before the worker is ready, and its report; in this process."""
 
 import io
 from typing import Any
@@ -30,7 +30,7 @@ class Sizes(Echo):
         return self.inputs
 
 
-def test_one_input_and_a_full_batch_are_computed_twice() -> None:
+def test_one_input_and_full_batch_run_twice() -> None:
     model = Sizes("a", "b")
     times = warm_up(model, 3)
     assert model.seen == [["a"], ["a"], ["a", "b", "a"], ["a", "b", "a"]]
@@ -38,19 +38,19 @@ def test_one_input_and_a_full_batch_are_computed_twice() -> None:
     assert all(seconds >= 0 for _, seconds in times)
 
 
-def test_every_input_is_computed_and_no_batch_is_too_large() -> None:
+def test_warm_up_computes_every_input() -> None:
     model = Sizes("a", "b", "c")
     assert [size for size, _ in warm_up(model, 2)] == [1, 2]
     assert model.seen == [["a"], ["a"], ["a", "b"], ["c", "a"], ["a", "b"]]
 
 
-def test_without_batching_every_input_is_computed_too() -> None:
+def test_warm_up_without_batching_computes_every_input() -> None:
     model = Sizes("a", "b")
     assert [size for size, _ in warm_up(model, 1)] == [1]
     assert model.seen == [["a"], ["a"], ["b"]]
 
 
-def test_without_inputs_there_is_nothing_to_tell() -> None:
+def test_warm_up_without_inputs_reports_nothing() -> None:
     class Plain:
         def infer(self, inputs: list[Any]) -> list[Any]:
             raise AssertionError("it has no inputs")
@@ -59,14 +59,14 @@ def test_without_inputs_there_is_nothing_to_tell() -> None:
     assert warm_up(Warm([]), 4) == []
 
 
-def test_a_full_batch_that_is_too_large_is_no_reason_not_to_start() -> None:
+def test_worker_starts_if_full_batch_is_too_large() -> None:
     """Requests may never fill one, and batches become smaller if they do."""
     assert [size for size, _ in warm_up(Sizes("a", most=2), 8)] == [1]
     with pytest.raises(WorkerStartupError, match="MemoryError: too large"):
         warm_up(Sizes("a", most=0), 8)
 
 
-def test_a_warm_up_that_fails_raises() -> None:
+def test_failing_warm_up_raises() -> None:
     for model, text in {
         WarmsUpBadly(): "OutputMismatchError: infer returned 0 outputs for 1",
         RaisesOnWarmUp(): "ValueError: too cold",
@@ -88,7 +88,7 @@ def test_a_model_may_use_its_inputs_up() -> None:
     assert model.seen == [[a], [a], [a, b, a], [a, b, a]]
 
 
-def test_inputs_that_cannot_be_sent_are_computed_as_they_are() -> None:
+def test_unpicklable_inputs_are_computed_unchanged() -> None:
     model = Sizes(lambda: None)
     warm_up(model, 2)
     assert model.seen == [[*model.inputs]] * 2 + [[*model.inputs] * 2] * 2

@@ -1,4 +1,4 @@
-"""What fails where users look for it: in the log of a server that was started without options."""
+"""An app with failures, for the log of a server that was started without options."""
 
 import os
 

@@ -59,7 +59,7 @@ class BreaksOnLoad(InferenceModel[str, str]):
 
 
 class TooDarkError(Exception):
-    """What a model may say about a picture."""
+    """Answer of a model about a picture."""
 
 
 class Raises(InferenceModel[str, str]):

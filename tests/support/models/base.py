@@ -1,4 +1,4 @@
-"""What the models of the tests share: gates, the plain echo, and NumPy for those that need it."""
+"""Common parts of the models of tests: gates, the echo model, and NumPy."""
 
 import importlib
 import json

@@ -84,7 +84,7 @@ class ForksAndKeeps(AtGate):
 
 @dataclasses.dataclass
 class Detection:
-    """What a model may answer with: a little of everything."""
+    """Answers of a model, of many kinds."""
 
     name: str
     mask: Any

@@ -57,7 +57,7 @@ class NeedsModule(InferenceModel[Any, Any]):
 
 
 class Contract(InferenceModel[Any, Any]):
-    """What a worker of any kind does: see tests/contract/test_workers.py."""
+    """Models for the contract of all workers: see tests/contract/test_workers.py."""
 
     def __init__(self, notes: str = "", fault: str = "") -> None:
         if fault:

@@ -93,7 +93,7 @@ class ScribblesOnBatch(ScribblesAndDies):
 
 
 def filling(value: Any) -> int:
-    """What an array, or the array in a dict, is filled with."""
+    """Value of all elements of an array, or of the array in a dict."""
     array = value["array"] if isinstance(value, dict) else value
     assert array.min() == array.max()
     return int(array[0])
