@@ -86,6 +86,14 @@ def test_packages_are_fit_for_pypi(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_links_of_the_description_lead_to_the_repository(bare: str) -> None:
+    code = "from importlib.metadata import metadata; print(metadata('fast_batcher').get_payload())"
+    done = run_command([bare, "-c", code])
+    links = re.findall(r"\]\(([^)]*)\)", done.stdout)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
 def test_every_public_name_is_typed(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("pyright")
     if shutil.which("node") is None and not shutil.which("node", path=Path(sys.executable).parent):
