@@ -46,7 +46,7 @@ class _Watcher(Observer):
             self.pid = event.pid
 
 
-def _find(target: str) -> Any:
+def _find_object(target: str) -> Any:
     """Return the object that "module:name" names; the current folder is on the path."""
     module_name, _, name = target.partition(":")
     if os.getcwd() not in sys.path:
@@ -91,7 +91,7 @@ def load_target(target: str) -> DynBatcher[Any, Any]:
     """
     if not target.partition(":")[2]:
         raise TargetError(f"{target!r}: write it as module:Model or module:batcher")
-    found = _find(target)
+    found = _find_object(target)
     if isinstance(found, DynBatcher):
         return found
     if isinstance(found, type) and issubclass(found, InferenceModel):
@@ -145,19 +145,19 @@ def read_inputs(source: str) -> list[Any]:
     """
     path = Path(source)
     if not path.exists() and re.fullmatch(r"[\w.]+:[\w.]+", source):
-        found = _find(source)
+        found = _find_object(source)
         found = found() if callable(found) else found
         if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
             raise TargetError(f"{source} is a {type(found).__name__}: name a list of inputs")
         found = list(found)
     else:
-        found = _read_file(path)
+        found = _read_json(path)
     if not found:
         raise TargetError(f"{source} has no input")
     return found
 
 
-def _read_file(path: Path) -> list[Any]:
+def _read_json(path: Path) -> list[Any]:
     try:
         text = path.read_text()
         try:
@@ -173,7 +173,7 @@ def _read_file(path: Path) -> list[Any]:
 
 
 def check_options(batcher: DynBatcher[Any, Any]) -> Iterator[Check]:
-    """Tell the options from outside, and those that are for a batcher of a similar name."""
+    """Tell the options from outside, and options for a batcher of a similar name."""
     outside = [
         f"{name}={setting.value!r} ({setting.source})"
         for name, setting in batcher.settings.items()
