@@ -836,10 +836,10 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _make_session(self) -> Session:
         settings, status, ledger = self._settings, self._status, self._ledger
         parts = self._model, settings, status, ledger
-        session: Session
         if session_makers:
-            session = session_makers[-1](self, *parts)
-        elif settings.has_host:
+            return session_makers[-1](self, *parts)
+        session: Session
+        if settings.has_host:
             # Most programs need no host.
             from fast_batcher._host.client import RemoteSession
 

@@ -15,11 +15,11 @@ See docs/testing.md.
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.queue import Queue
@@ -28,9 +28,10 @@ from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadedWorker
 from fast_batcher._process import monotonic
+from fast_batcher._session.cache import CachingSession
 from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.outcomes import Ledger
-from fast_batcher._session.session import LocalSession
+from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._transport.pickling import describe
 from fast_batcher.batcher import DynBatcher, session_makers
 from fast_batcher.errors import (
@@ -40,14 +41,18 @@ from fast_batcher.errors import (
     DeadlineExceededError,
     NotReadyError,
     QueueFullError,
+    copy_error,
 )
-from fast_batcher.settings import COUNT, SECONDS_OR_ZERO, Settings
+from fast_batcher.settings import COUNT, SECONDS_OR_ZERO, Reconfiguration, Settings
 
 __all__ = ["BatcherKit", "FormedBatch", "WorkerKind"]
 
 WorkerKind = Literal["threads", "processes"]
 # Errors of calls that a batcher refuses: they are counted as rejected, and others as failed.
 _REFUSALS = (BatcherClosedError, DeadlineExceededError, NotReadyError, QueueFullError)
+
+# Seconds for the start of a model in which a debugger stops: a day.
+_LONG = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class FormedBatch:
 class _Fault:
     """An error for the next calls."""
 
-    error: BaseException | type[BaseException]
+    error: BaseException
     # Name of the batcher; None for any.
     batcher: str | None
     # Calls that are still to fail.
@@ -105,7 +110,8 @@ class BatcherKit:
         self._held_until = 0.0
         self._faults: deque[_Fault] = deque()
         self._lock = threading.Lock()
-        self._sessions: list[tuple[DynBatcher[Any, Any], _KitSession]] = []
+        # The batchers that have opened, with the sessions that serve them.
+        self._opened: list[tuple[DynBatcher[Any, Any], Session, _KitSession]] = []
 
     def __enter__(self) -> Self:
         """Begin to serve the batchers that open."""
@@ -116,10 +122,11 @@ class BatcherKit:
         """Close the batchers that are still open, and serve no more."""
         session_makers.remove(self._make_session)
         self._hold_until(0)
-        for batcher, session in self._sessions:
-            if session.is_present:
-                batcher.stop()
-        self._sessions.clear()
+        # One that cannot be closed does not keep the others open.
+        with ExitStack() as ends:
+            for batcher, _session, _inner in self._list_open():
+                ends.callback(batcher.stop)
+        self._opened.clear()
 
     @property
     def sizes(self) -> list[int]:
@@ -146,8 +153,9 @@ class BatcherKit:
         """Hold the batches, so that a test decides which requests share one.
 
         In the body of the `with` statement a batch leaves when `until` requests wait, when it is
-        full, and when the batcher drains. A held request ends at its deadline, as every other.
-        Afterwards the waiting requests leave as in production.
+        full, when the batcher drains, and before a request would miss `max_latency`. A held request
+        ends at its deadline, as every other. Afterwards the waiting requests leave as in
+        production, or as an outer `hold` says.
 
         Args:
             until: Number of requests, 1 or more; None to hold them to the end of the body.
@@ -157,11 +165,12 @@ class BatcherKit:
         """
         if until is not None:
             COUNT.check("until", until)
+        before = self._held_until
         self._hold_until(inf if until is None else until)
         try:
             yield
         finally:
-            self._hold_until(0)
+            self._hold_until(before)
 
     def fail_next(
         self,
@@ -174,19 +183,19 @@ class BatcherKit:
 
         Args:
             error: An error of this library, as `QueueFullError("full", retry_after=2)`, or of the
-                model: its callers get it as from `infer`, as an `InferenceError` as well.
+                model: its callers get it as from `infer`, as an `InferenceError` as well. Each call
+                gets a copy. A class is called with a text.
             count: Number of calls, 1 or more.
             batcher: Name of the batcher whose calls fail; None for the next calls of any.
 
         Raises:
-            ConfigurationError: `count` is invalid, or `error` is not an exception.
+            ConfigurationError: `count` is invalid, `error` is not an exception, or its class takes
+                other arguments than a text.
         """
         COUNT.check("count", count)
-        kind = error if isinstance(error, type) else type(error)
-        if not issubclass(kind, BaseException):
-            raise ConfigurationError(f"error={error!r:.100}: give an exception or its class")
+        made = _make_instance(error)
         with self._lock:
-            self._faults.append(_Fault(error, batcher, count))
+            self._faults.append(_Fault(made, batcher, count))
 
     def reset(self) -> None:
         """Clear the batches, the faults and the latency for the next test."""
@@ -197,13 +206,47 @@ class BatcherKit:
 
     def _hold_until(self, count: float) -> None:
         self._held_until = count
-        for _, session in self._sessions:
+        for *_, session in self._list_open():
             session.wake()
 
-    def _make_session(self, batcher: DynBatcher[Any, Any], *parts: Any) -> LocalSession:
-        session = _KitSession(self, *parts)
-        self._sessions.append((batcher, session))
+    def _list_open(self) -> list[tuple[DynBatcher[Any, Any], Session, "_KitSession"]]:
+        """List the batchers that have opened and were not closed."""
+        return [
+            (batcher, session, inner)
+            for batcher, session, inner in self._opened
+            if batcher._is_present(session)  # noqa: SLF001  part of the library
+        ]
+
+    def _make_session(
+        self,
+        batcher: DynBatcher[Any, Any],
+        model: CurrentModel,
+        settings: Settings,
+        status: Status,
+        ledger: Ledger,
+    ) -> Session:
+        parts = model, self._change(settings), status, ledger
+        inner = _KitSession(self, *parts)
+        session: Session = inner
+        if settings.cache is not None:
+            session = _KitCachingSession(self, inner, *parts)
+        self._opened = [*self._list_open(), (batcher, session, inner)]
         return session
+
+    def _change(self, settings: Settings) -> Settings:
+        """Return the settings of a batcher under test."""
+        changes: dict[str, Any] = {"shared": False, "shared_version": None, "workers": None}
+        if not self.timeouts:
+            limits = ("timeout", "infer_timeout", "max_latency")
+            changes |= dict.fromkeys(limits) | {"start_timeout": _LONG}
+        if self.workers == "threads":
+            # A thread has the memory of this process, and needs none that is shared.
+            changes |= {"max_shared_bytes": 0, "max_rss_bytes": None}
+        return replace(settings, **changes)
+
+    def _drop_deadline(self, request: Request) -> None:
+        if not self.timeouts:
+            request.deadline, request.has_explicit_deadline = inf, False
 
     def _take_fault(self, batcher: str) -> BatcherError | None:
         """Return the error of a call that is to fail."""
@@ -213,14 +256,30 @@ class BatcherKit:
                     fault.count -= 1
                     if not fault.count:
                         self._faults.remove(fault)
-                    return _make_error(fault.error)
+                    return _copy(fault.error)
         return None
 
 
-def _make_error(error: BaseException | type[BaseException]) -> BatcherError:
-    made = error("it was asked for by a test") if isinstance(error, type) else error
-    # What a model raises reaches the caller as a copy, which is an `InferenceError` as well.
-    return made if isinstance(made, BatcherError) else describe(made).to_error()
+def _make_instance(error: object) -> BaseException:
+    made = error
+    if isinstance(error, type) and issubclass(error, BaseException):
+        try:
+            made = error("it was asked for by a test")
+        except Exception as reason:
+            raise ConfigurationError(
+                f"error={error!r:.100}: the class takes other arguments ({reason}); give an "
+                "instance"
+            ) from reason
+    if not isinstance(made, BaseException):
+        raise ConfigurationError(f"error={error!r:.100}: give an exception or its class")
+    return made
+
+
+def _copy(error: BaseException) -> BatcherError:
+    """Copy an error for one caller; a model's error becomes an `InferenceError` as well."""
+    if isinstance(error, BatcherError):
+        return cast("BatcherError", copy_error(error))
+    return describe(error).to_error()
 
 
 class _HoldingPolicy(Policy):
@@ -271,18 +330,7 @@ class _KitSession(LocalSession):
         ledger: Ledger,
     ) -> None:
         self._kit = kit
-        changes: dict[str, Any] = {"shared": False, "shared_version": None, "workers": None}
-        if not kit.timeouts:
-            changes |= {"timeout": None, "infer_timeout": None}
-        if kit.workers == "threads":
-            # A thread has the memory of this process, and needs none that is shared.
-            changes |= {"max_shared_bytes": 0, "max_rss_bytes": None}
-        super().__init__(model, replace(settings, **changes), status, ledger)
-
-    @property
-    def is_present(self) -> bool:
-        """Whether it has not been ended."""
-        return not self.pool.is_closing
+        super().__init__(model, settings, status, ledger)
 
     def _make_policy(self, settings: Settings) -> Policy:
         return _HoldingPolicy(self._kit, super()._make_policy(settings))
@@ -294,14 +342,12 @@ class _KitSession(LocalSession):
 
     def wake(self) -> None:
         """Decide again about the waiting requests. Any thread."""
-        if self.is_present:
-            self.binding.call(self.run_soon)
+        self.binding.call(self.run_soon)
 
     def accept(self, request: Request) -> None:
         """Let the request fail if a test wants it, or add it to the arrivals."""
+        self._kit._drop_deadline(request)  # noqa: SLF001  of this module
         error = self._kit._take_fault(self._name)  # noqa: SLF001  of this module
-        if not self._kit.timeouts:
-            request.deadline, request.has_explicit_deadline = inf, False
         if error is None:
             super().accept(request)
         elif isinstance(error, _REFUSALS):
@@ -312,6 +358,10 @@ class _KitSession(LocalSession):
             self._ledger.counters.submitted += 1
             self._ledger.fail(request, error, "test")
 
+    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
+        """Apply changes to the settings of a batcher under test."""
+        super().reconfigure(self._kit._change(settings), changes)  # noqa: SLF001  of this module
+
     def _send(self, batch: Batch) -> None:
         group = batch.requests[0].group
         method = "infer" if group is None or group.method is None else group.method.name
@@ -319,3 +369,16 @@ class _KitSession(LocalSession):
         formed = FormedBatch(self._name, inputs, method, str(batch.release))
         self._kit.batches.append(formed)
         super()._send(batch)
+
+
+class _KitCachingSession(CachingSession):
+    """A cache before a session for tests."""
+
+    def __init__(self, kit: BatcherKit, inner: _KitSession, *parts: Any) -> None:
+        self._kit = kit
+        super().__init__(inner, *parts)
+
+    def accept(self, request: Request) -> None:
+        """Look the output up; without timeouts if the test wants none."""
+        self._kit._drop_deadline(request)  # noqa: SLF001  of this module
+        super().accept(request)

@@ -7,6 +7,8 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,7 +73,8 @@ def doctor(
     """
     checks = list(check_machine())
     if target is not None:
-        checks += asyncio.run(_check_target(target, inputs))
+        with _quiet():
+            checks += asyncio.run(_check_target(target, inputs))
     if as_json:
         sys.stdout.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
     else:
@@ -79,9 +82,19 @@ def doctor(
     raise typer.Exit(any(check.level == "bad" for check in checks))
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let the library log nothing: the report has what is wrong."""
+    logger = logging.getLogger("fast_batcher")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 async def _check_target(target: str, inputs: str | None) -> list[Check]:
-    # What the worker logs about a failed start is in the report.
-    logging.getLogger("fast_batcher").setLevel(logging.CRITICAL)
     console = Console(stderr=True)
     checks = []
     try:
@@ -153,7 +166,6 @@ def tune(
 
     The scheduler runs in virtual time with the measured times. Ends with 1 if the model fails.
     """
-    logging.getLogger("fast_batcher").setLevel(logging.CRITICAL)
     console = Console(stderr=True)
     try:
         seconds = None if within is None else parse_seconds(within)
@@ -167,7 +179,7 @@ def tune(
             most_workers=workers,
         )
         values = read_inputs(inputs)
-        with console.status("") as status:
+        with _quiet(), console.status("") as status:
             found = asyncio.run(tune_model(target, values, most, wish, check, status.update))
     except (TargetError, BatcherError) as error:
         console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)

@@ -26,19 +26,32 @@ from fast_batcher._worker.main import WorkerSettings, load_and_serve
 
 
 class DelayedChannel(BlockingChannel):
-    """A channel whose batches come later, as if the model took longer."""
+    """A channel whose batches come later, as if the model took longer.
 
-    def __init__(self, ends: Ends, max_frame_bytes: int, latency: Callable[[], float]) -> None:
+    Args:
+        ends: As for `BlockingChannel`.
+        max_frame_bytes: As for `BlockingChannel`.
+        latency: Returns the seconds.
+        is_abandoned: Set when the worker counts as dead: nothing comes any more.
+    """
+
+    def __init__(
+        self,
+        ends: Ends,
+        max_frame_bytes: int,
+        latency: Callable[[], float],
+        is_abandoned: threading.Event,
+    ) -> None:
         super().__init__(ends, max_frame_bytes)
         self._latency = latency
-        self._never = threading.Event()
+        self._is_abandoned = is_abandoned
 
     def receive(self) -> Frame | None:
         """Wait for the next frame, and before a batch for the latency."""
         frame = super().receive()
         if frame is not None and frame.kind in BATCHES:
-            self._never.wait(self._latency())
-        return frame
+            self._is_abandoned.wait(self._latency())
+        return None if self._is_abandoned.is_set() else frame
 
 
 class WorkerThread:
@@ -47,15 +60,23 @@ class WorkerThread:
     Args:
         work: Function that runs on the thread, and returns the exit code.
         release: Closes what the thread has open, at its end.
+        is_abandoned: To be set when the thread counts as dead, whatever it does.
         name: Name of the thread.
     """
 
-    def __init__(self, work: Callable[[], int], release: Callable[[], None], name: str) -> None:
+    def __init__(
+        self,
+        work: Callable[[], int],
+        release: Callable[[], None],
+        is_abandoned: threading.Event,
+        name: str,
+    ) -> None:
         self.pid = os.getpid()
-        # The second is closed at the end of the thread, or when it is abandoned.
+        # The second is shut down at the end of the thread, or when it is abandoned.
         self._death, self._life = socket.socketpair()
         self._work = work
         self._release = release
+        self._is_abandoned = is_abandoned
         self._exit_code: int | None = None
         self._thread = threading.Thread(
             target=Context().run, args=(self._run,), name=name, daemon=True
@@ -70,8 +91,14 @@ class WorkerThread:
             if self._exit_code is None:
                 self._exit_code = code
             # First: a worker that closes its pipes before its death is killed.
+            self._hang_up()
             self._life.close()
             self._release()
+
+    def _hang_up(self) -> None:
+        # `close` alone would not wake the other end while a forked child has a copy.
+        with contextlib.suppress(OSError):  # it is closed already
+            self._life.shutdown(socket.SHUT_RDWR)
 
     @property
     def death_fd(self) -> int:
@@ -82,9 +109,8 @@ class WorkerThread:
         """Count the thread as dead, whatever it does."""
         if self._exit_code is None:
             self._exit_code = -number
-            # `close` alone would not wake the other end while the thread has it, too.
-            with contextlib.suppress(OSError):  # the thread has just ended
-                self._life.shutdown(socket.SHUT_RDWR)
+            self._is_abandoned.set()
+            self._hang_up()
 
     def take_exit_code(self) -> int | None:
         """Return the exit code, negative for a signal."""
@@ -93,7 +119,7 @@ class WorkerThread:
     def close(self) -> None:
         """Close the descriptors; a thread that has ended is gone afterwards."""
         self._death.close()
-        if self._life.fileno() < 0:
+        if not self._is_abandoned.is_set():
             self._thread.join()
 
 
@@ -108,8 +134,6 @@ class ThreadedWorker(WorkerProcess):
     def __init__(self, latency: Callable[[], float], *arguments: Any) -> None:
         super().__init__(*arguments)
         self._latency = latency
-        # None before `spawn`.
-        self._thread: WorkerThread | None = None
 
     def _start_child(
         self,
@@ -135,7 +159,8 @@ class ThreadedWorker(WorkerProcess):
             settings.stage_threads or 1,
         )
 
-        channel = DelayedChannel(own_ends, settings.max_frame_bytes, self._latency)
+        is_abandoned = threading.Event()
+        channel = DelayedChannel(own_ends, settings.max_frame_bytes, self._latency, is_abandoned)
         encoder = ReplyEncoder(None, settings.max_frame_bytes)
 
         def serve() -> int:
@@ -149,8 +174,7 @@ class ThreadedWorker(WorkerProcess):
             own_progress.close()
 
         name = f"fast_batcher-worker-{self._name}-{self.index}"
-        self._thread = WorkerThread(serve, release, name)
-        return self._thread
+        return WorkerThread(serve, release, is_abandoned, name)
 
     @property
     def rss_bytes(self) -> int:
@@ -159,5 +183,6 @@ class ThreadedWorker(WorkerProcess):
 
     def signal(self, number: signal.Signals) -> None:
         """Count the thread as dead, whatever the signal."""
-        if self._live is not None and self._thread is not None:
-            self._thread.abandon(number)
+        if self._live is not None:
+            assert isinstance(self._live.child, WorkerThread), "made above"
+            self._live.child.abandon(number)

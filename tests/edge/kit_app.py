@@ -40,7 +40,8 @@ class Counter(InferenceModel[str, int]):
 
 
 shouter = DynBatcher(Shouter, max_batch_size=8, name="shouter")
-counter = DynBatcher(Counter, model_args=(0,), name="counter", shared=True, cache=LRUCache(9))
+cache = LRUCache(9)
+counter = DynBatcher(Counter, model_args=(0,), name="counter", shared=True, cache=cache)
 app = FastAPI(lifespan=combine_lifespans(shouter.lifespan, counter.lifespan))
 app.include_router(health_router(shouter, counter))
 install_exception_handlers(app)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from fastapi.testclient import TestClient
-from kit_app import Shouter, app, counter, shouter
+from kit_app import Shouter, app, cache, counter, shouter
 
 from fast_batcher import (
     BatcherClosedError,
@@ -26,6 +26,7 @@ from fast_batcher.testing import BatcherKit
 
 @pytest.fixture
 def client(batcher_kit: BatcherKit) -> Iterator[TestClient]:
+    cache.clear()
     with TestClient(app) as client:
         yield client
 

@@ -138,7 +138,7 @@ USES = {
 # No part of the library needs it: a model does.
 MODELS = {"torch"}
 # Of this repository.
-OWN = {"demo", "images", "bench", "dev"}
+OWN = {"demo", "images", "bench", "dev", "docs"}
 
 
 def test_each_extra_has_a_use() -> None:

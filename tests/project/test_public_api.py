@@ -67,7 +67,7 @@ def test_every_error_can_be_imported_from_both_places() -> None:
 def test_old_import_paths_have_one_name(module: str, name: str) -> None:
     path = importlib.import_module(f"fast_batcher.{module}")
     assert getattr(path, name) is getattr(fast_batcher, name)
-    assert [one for one in vars(path) if one[0] != "_"] == path.__all__ == [name]
+    assert [one for one in vars(path) if one[0] not in "_@"] == path.__all__ == [name]
 
 
 def test_public_names_of_fastapi_package_are_importable() -> None:

@@ -77,7 +77,7 @@ async def test_first_lifespan_decides_about_the_loop() -> None:
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copying_a_batcher_names_the_remedy(duplicate: Callable[[object], object]) -> None:
     batcher = DynBatcher(Echo)
-    with pytest.raises(TypeError, match=r"Echo: a batcher has processes .* in a function"):
+    with pytest.raises(TypeError, match=r"Echo: a batcher owns processes .* in a function"):
         duplicate(batcher)
     assert vars(copy.copy(batcher.methods)) == vars(batcher.methods)
 
