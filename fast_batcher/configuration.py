@@ -47,11 +47,6 @@ class Outside(NamedTuple):
     source: str
 
 
-def is_configured() -> bool:
-    """Return whether the environment has a variable of this library."""
-    return any(name.startswith(PREFIX) for name in os.environ)
-
-
 def find_options(batcher: str) -> dict[str, Outside]:
     """Return the options that the environment and the file have for a batcher, by their names.
 
@@ -105,7 +100,7 @@ def _read_file(path: Path, batcher: str) -> Iterator[tuple[str, Outside]]:
     """Yield options; those for one batcher last."""
     data = _load(path)
     tables = data.pop(TABLE, {})
-    if not isinstance(tables, dict) or not all(isinstance(one, dict) for one in tables.values()):
+    if not isinstance(tables, dict) or not all(map(_is_table, tables.values(), tables)):
         raise ConfigurationError(f"{path}: {TABLE} must be a table with one table for each batcher")
     places = [("", data), *((f"{TABLE}.{name}.", table) for name, table in tables.items())]
     own = {"", *(f"{TABLE}.{name}." for name in tables if _label_of(name) == _label_of(batcher))}
@@ -127,9 +122,16 @@ def _load(path: Path) -> dict[str, Any]:
         data = _load_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{FILE_VARIABLE}={str(path)!r}: {error}") from error
-    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+    if not _is_table(data):
         raise ConfigurationError(f"{path}: it must be a table of options, by name")
     return data
+
+
+def _is_table(data: object, name: object = "") -> bool:
+    """Whether data is a table by names; and its own name, too."""
+    if not isinstance(name, str) or not isinstance(data, dict):
+        return False
+    return all(isinstance(one, str) for one in data)
 
 
 def _load_yaml(text: str) -> Any:

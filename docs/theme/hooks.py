@@ -26,7 +26,8 @@ OUTSIDE = {
 }
 SOURCES = {page: name for name, page in OUTSIDE.items()}
 
-LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+# Code, which stays as it is, or a link.
+LINK = re.compile(r"(?ms)^```.*?^```|`[^`\n]+`|(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 # A paragraph that is a link to a manifest, and nothing else.
 MANIFEST = re.compile(r"^\[[^\]]+\]\(\.\./(deploy/[^)]+\.(\w+))\)$", re.MULTILINE)
 # Drawings whose colours follow the palette of the page, which a picture in an <img> cannot do.
@@ -53,6 +54,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = page.file.src_uri
 
     def rewrite(link: re.Match[str]) -> str:
+        if link[1] is None:
+            return link[0]
         return link[1] + _find_target(link[2], here, files, config.repo_url or "") + link[3]
 
     return LINK.sub(rewrite, MANIFEST.sub(_show_file, markdown))

@@ -47,6 +47,8 @@ from fast_batcher._version import __version__
 CLIENTS, RATES, SECONDS, REPETITIONS = "1,8,32", "50%,80%", 1.2, 3
 # Unmeasured share of each measurement, for the load to settle.
 WARM_UP_SHARE = 0.25
+# Kinds of pictures, by the end of the file's name.
+PICTURES = (".png", ".svg", ".pdf")
 # Answers below which a percentile says little.
 FEW = 20
 # What a status of the first request usually means.
@@ -207,8 +209,8 @@ def _check_files(json_file: Path | None, picture: Path | None) -> None:
     for option, path in (("--json", json_file), ("--picture", picture)):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"{option} {path}: there is no folder {path.parent}")
-    if picture is not None and picture.suffix not in (".pdf", ".png", ".svg"):
-        raise typer.BadParameter(f"--picture {picture}: let it end with .png, .svg or .pdf")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise typer.BadParameter(f"--picture {picture}: let it end with {', '.join(PICTURES)}")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--picture needs the package matplotlib: pip install matplotlib")
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,7 +29,7 @@ from fast_batcher._cli.advice import (
     read_moments,
     tune_model,
 )
-from fast_batcher._cli.bench import bench
+from fast_batcher._cli.bench import PICTURES, bench
 from fast_batcher._cli.checks import Check
 from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.model import (
@@ -114,6 +115,8 @@ def _check_picture(path: Path | None) -> Path | None:
     """Reject a picture without matplotlib before minutes of measuring."""
     if path is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib: pip install matplotlib")
+    if path is not None and path.suffix not in PICTURES:
+        raise typer.BadParameter(f"{path}: let it end with {', '.join(PICTURES)}")
     return _check_folder(path)
 
 
@@ -189,9 +192,18 @@ def tune(
     if picture is not None:
         draw(found.advice, picture)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_with_null(asdict(found)), indent=2) + "\n")
     else:
         print_advice(Console(), found)
+
+
+def _with_null(value: Any) -> Any:
+    """Replace numbers that are infinite, which JSON does not have, by None."""
+    if isinstance(value, dict):
+        return {name: _with_null(member) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_null(member) for member in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _print(checks: list[Check]) -> None:

@@ -151,13 +151,13 @@ def read_inputs(source: str) -> list[Any]:
             raise TargetError(f"{source} is a {type(found).__name__}: name a list of inputs")
         found = list(found)
     else:
-        found = _read_json(path)
+        found = _parse_inputs(path)
     if not found:
         raise TargetError(f"{source} has no input")
     return found
 
 
-def _read_json(path: Path) -> list[Any]:
+def _parse_inputs(path: Path) -> list[Any]:
     try:
         text = path.read_text()
         try:

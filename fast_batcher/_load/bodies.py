@@ -116,6 +116,11 @@ def generate_requests(target: Target, path: str, method: str | None) -> Requests
             f"the app has no OpenAPI schema at /openapi.json: {REMEDY}, or --method GET for "
             "requests without a body"
         )
+    return read_schema(document, path, method)
+
+
+def read_schema(document: dict[str, Any], path: str, method: str | None) -> Requests:
+    """Make requests from an OpenAPI schema; raises as `generate_requests`."""
     name, operation = _find_operation(document["paths"], path, method)
     content = operation.get("requestBody", {}).get("content")
     if not content:
@@ -123,7 +128,11 @@ def generate_requests(target: Target, path: str, method: str | None) -> Requests
     kind = next((kind for kind in content if re.match(r"application/(.*\+)?json", kind)), None)
     if kind is None:
         raise LoadError(f"{path} takes {' or '.join(content)}, which cannot be generated: {REMEDY}")
-    values = _list_values(document, content[kind])
+    try:
+        values = _list_values(document, content[kind])
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise LoadError(f"the schema of {path} cannot be read ({reason}): {REMEDY}") from error
     bodies = list(dict.fromkeys(json.dumps(value).encode() for value in values))
     return Requests(name.upper(), bodies, kind, "made from the app's OpenAPI schema")
 

@@ -30,7 +30,7 @@ ANSWER_LIMIT = 40.0
 GIVE_UP_INTERVAL = 0.02
 RETRY_INTERVAL = 0.02
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
-LENGTH = re.compile(rb"content-length: *(\d+)|transfer-encoding: *chunked", re.IGNORECASE)
+LENGTH = re.compile(rb"\n(?:content-length: *(\d+)|transfer-encoding: *chunked)", re.IGNORECASE)
 LAST_CHUNK = b"0\r\n\r\n"
 # An answer of this status has no body, and needs no length. Source: RFC 9110, 8.6.
 NO_CONTENT = 204

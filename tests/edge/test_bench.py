@@ -1,6 +1,7 @@
 """`fast-batcher bench`: what it sends, how it compares, and the command at real servers."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,16 +15,21 @@ import typer
 from fastapi import FastAPI
 from paths import PYTHONPATH
 from pydantic import BaseModel, Field
-from servers import Server, find_free_port
+from servers import Server
 from waits import LIMIT
 
 from fast_batcher._cli.bench import _find_warnings, _parse_rates, _parse_url, _read_numbers
-from fast_batcher._load.bodies import _find_operation, _list_values, read_requests
+from fast_batcher._load.bodies import (
+    _find_operation,
+    _list_values,
+    read_schema,
+    read_requests,
+)
 from fast_batcher._load.measurement import Case, LoadError, LoadMeasurement
 from fast_batcher._load.report import Comparison, compare
 
 # Short, and with a range.
-SHORT = ["--clients", "2", "--rates", "none", "--seconds", "0.2", "--repetitions", "2"]
+SHORT = ["--clients", "2", "--rates", "none", "--seconds", "0.5", "--repetitions", "2"]
 
 
 # --- what is sent ---------------------------------------------------------------------------------
@@ -100,6 +106,25 @@ def test_body_that_cannot_be_generated_is_named(schema: dict[str, Any], message:
     body = {"type": "object", "properties": {"name": schema}}
     with pytest.raises(LoadError, match=f"{message}.*: give --body FILE"):
         _list_values({"components": {"loop": loop}}, {"schema": body})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/components/schemas/A"},
+        {"$ref": "#/components/schemas/Missing"},
+        {"type": "array", "items": True, "minItems": 1},
+    ],
+)
+def test_unreadable_schema_is_told(schema: dict[str, Any]) -> None:
+    own = {"$ref": "#/components/schemas/A"}
+    body = {"content": {"application/json": {"schema": schema}}}
+    document = {
+        "paths": {"/a": {"post": {"requestBody": body}}},
+        "components": {"schemas": {"A": own}},
+    }
+    with pytest.raises(LoadError, match="the schema of /a cannot be read"):
+        read_schema(document, "/a", None)
 
 
 def test_examples_of_the_body_are_sent_alone() -> None:
@@ -300,7 +325,7 @@ def test_two_runs_are_compared(url: str, tmp_path: Path) -> None:
     again = bench(f"{url}/length", "--compare", str(earlier))
     assert (again.returncode, again.stderr) == (0, "")
     head, _, comparison = again.stdout.partition(f"Compared with GET {url}/shout/hello%20you")
-    assert "Median (range) of 2 x 0.2 s" in head
+    assert "Median (range) of 2 x 0.5 s" in head
     assert "it sent something else: no body" in comparison
     assert comparison.count("2 clients") == 3
 
@@ -318,9 +343,10 @@ def test_bodies_of_a_file_are_sent(url: str, tmp_path: Path) -> None:
 def test_headers_are_sent_with_each_request(url: str) -> None:
     done = bench(f"{url}/guarded", *SHORT)
     assert (done.returncode, "POST /guarded answers 401" in done.stderr) == (1, True)
-    done = bench(f"{url}/guarded", *SHORT, "--header", "Authorization: Bearer secret")
+    let_in = ["--header", "Authorization: Bearer secret", "--json", "-"]
+    done = bench(f"{url}/guarded", *SHORT, *let_in)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "warning" not in done.stdout
+    assert [one["lost"] for one in json.loads(done.stdout)["measurements"]] == [{}, {}]
     done = bench(f"{url}/guarded", *SHORT, "--header", "secret")
     assert (done.returncode, "write it like" in done.stderr) == (2, True)
 
@@ -359,7 +385,9 @@ def test_bench_error_is_reported_in_one_line(
 
 @pytest.mark.slow
 def test_an_unreachable_server_is_told_in_a_line() -> None:
-    done = bench(f"http://127.0.0.1:{find_free_port()}/length")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # it does not listen
+        done = bench(f"http://127.0.0.1:{silent.getsockname()[1]}/length")
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert "no server answers at http://127.0.0.1" in line

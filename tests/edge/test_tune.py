@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 from waits import LIMIT
 
+from fast_batcher._cli import advice as advice_module
 from fast_batcher._cli.advice import (
     Advice,
     Wish,
@@ -29,6 +30,11 @@ from fast_batcher.errors import QueueFullError
 
 HERE = Path(__file__).parent
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@pytest.fixture(autouse=True)
+def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice_module, "REQUESTS", 4000)
 
 
 def measured(fixed: float, each: float) -> Measurement:

@@ -18,7 +18,7 @@ import yaml
 from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 from paths import ROOT
 from programs import run_command
-from servers import Server, find_free_port
+from servers import Server
 from waits import LIMIT
 
 from fast_batcher.fastapi import BROKEN_TIMEOUT
@@ -134,17 +134,16 @@ def test_the_command_of_a_pod_serves_and_ends(tmp_path: Path) -> None:
     )
     with (tmp_path / "server.py").open("a") as file:
         file.write(metrics)
-    port = find_free_port()
     command = ["127.0.0.1" if one == "0.0.0.0" else one for one in container["command"]]
-    command[command.index("--port") + 1] = str(port)
+    command[command.index("--port") + 1] = "0"
     paths = os.pathsep.join([str(ROOT), str(tmp_path)])
     server = Server("", command=command, settings={"PYTHONPATH": paths})
     try:
-        server.wait_for("Application startup complete")
+        url = server.url()
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             path = container[probe]["httpGet"]["path"]
-            assert httpx2.get(f"http://127.0.0.1:{port}{path}", timeout=LIMIT).status_code == 200
-        shown = httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT).text
+            assert httpx2.get(f"{url}{path}", timeout=LIMIT).status_code == 200
+        shown = httpx2.get(f"{url}/metrics", timeout=LIMIT).text
         assert all(name in shown for name in read_wanted_metrics())
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_for_exit() in (0, -signal.SIGTERM)

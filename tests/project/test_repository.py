@@ -57,7 +57,8 @@ def test_tag_is_published_by_trusted_publishing() -> None:
     workflow = read(".github/workflows/publish.yml")
     assert workflow["on"] == {"push": {"tags": ["v*"]}}
     build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
-    assert {"run": "make dist"} in build["steps"]
+    commands = [step.get("run") for step in build["steps"]]
+    assert commands.index("bash .ci/run") < commands.index("make dist")
     assert (publish["needs"], publish["permissions"]) == ("build", {"id-token": "write"})
     last = publish["steps"][-1]
     assert last["uses"].startswith("pypa/gh-action-pypi-publish@")
@@ -67,7 +68,12 @@ def test_tag_is_published_by_trusted_publishing() -> None:
 
 def test_workflow_may_only_read_unless_it_publishes() -> None:
     for path in WORKFLOWS.glob("*.yml"):
-        assert read(str(path.relative_to(ROOT)))["permissions"] == {"contents": "read"}
+        workflow = read(str(path.relative_to(ROOT)))
+        assert workflow["permissions"] == {"contents": "read"}
+        own = {name: job.get("permissions") for name, job in workflow["jobs"].items()}
+        assert {name: found for name, found in own.items() if found} == (
+            {"publish": {"id-token": "write"}} if path.stem == "publish" else {}
+        )
         assert "secrets." not in path.read_text()
 
 

@@ -174,6 +174,16 @@ def test_a_yaml_file_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert settings["timeout"] == (None, f"{path}: batchers.re-ranker.timeout")
 
 
+@pytest.mark.parametrize("text", ["1: 2", "batchers:\n  1: {timeout: 2}", "batchers:\n  a: {1: 2}"])
+def test_names_of_yaml_files_are_texts(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "batchers.yaml"
+    path.write_text(text)
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    assert "table" in refusal()
+
+
 @pytest.mark.parametrize(
     ("variable", "hint"),
     [
