@@ -22,8 +22,8 @@ from fast_batcher._cli.bench import _find_warnings, _parse_rates, _parse_url, _r
 from fast_batcher._load.bodies import (
     _find_operation,
     _list_values,
-    read_schema,
     read_requests,
+    read_schema,
 )
 from fast_batcher._load.measurement import Case, LoadError, LoadMeasurement
 from fast_batcher._load.report import Comparison, compare
