@@ -3,6 +3,7 @@
 Parent process, pytest's own thread.
 """
 
+import gc
 import os
 import resource
 import threading
@@ -46,7 +47,10 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 # By folder, the one loop that is enough for tests that start processes: both occur.
-ONE_LOOP = {"memory": "asyncio", "faults": "asyncio", "contract": "uvloop", "edge": "uvloop"}
+ONE_LOOP = {
+    **dict.fromkeys(("memory", "faults", "unit"), "asyncio"),
+    **dict.fromkeys(("contract", "edge", "fastapi"), "uvloop"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,6 +64,16 @@ def _is_on_a_second_loop(item: pytest.Item) -> bool:
     backend = None if call is None else call.params.get("anyio_backend")
     is_second = backend in BACKENDS.values() and backend != BACKENDS.get(enough)
     return bool(enough) and is_second and item.get_closest_marker("slow") is not None
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage look at the objects of tests alone.
+
+    With all that is loaded, torch and Ray among it, each would take half a second: two minutes of
+    the whole run.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)
