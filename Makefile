@@ -10,8 +10,8 @@ OLDEST_FASTAPI := $(shell sed -n 's/^fastapi = \["fastapi>=\(.*\)"\]/\1/p' pypro
 FASTAPI_TESTS := $(filter-out %servers.py,$(wildcard tests/fastapi/test_*.py))
 # What a user may install; the other extras are of this repository.
 EXTRAS := fastapi,json,prometheus,cli,settings,opentelemetry,ray,torch
-# Tests that run side by side. Most of them wait for a process half of their time.
-JOBS ?= 2
+# Tests that run side by side, on two cores: they wait for processes a third of the time.
+JOBS ?= 3
 
 .PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish docs dist clean
 
