@@ -287,7 +287,8 @@ def finish(
         The exit status: 1 if `--check` was given and a bar was missed or not measured, else 0.
     """
     settings = {
-        "systems": {name: asdict(SYSTEMS[name]) for name in arguments.systems},
+        # A benchmark may have systems of its own, without settings.
+        "systems": {name: asdict(SYSTEMS[name]) for name in arguments.systems if name in SYSTEMS},
         "repetitions": arguments.repetitions,
         "seconds": arguments.seconds,
         # Of the arrivals of an open loop; the other loads are regular.

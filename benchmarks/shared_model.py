@@ -242,17 +242,9 @@ def main() -> int:
         for part, system, figure, bar in BARS
         if part in by_name
     ]
-    harness.store(
-        arguments.json,
-        arguments.name,
-        arguments.machine | arguments.host.describe(),
-        {"repetitions": arguments.repetitions, "seconds": arguments.seconds, "seed": harness.SEED},
-        measurements,
-        f"median (range) of {arguments.repetitions} repetitions, {arguments.seconds:g} s each",
-        harness.text_of(tables, measurements, [LOOP]),
-        verdicts,
+    return harness.finish(
+        arguments, measurements, harness.text_of(tables, measurements, [LOOP]), verdicts
     )
-    return 1 if arguments.check and not all(one.holds for one in verdicts) else 0
 
 
 if __name__ == "__main__":

@@ -240,8 +240,8 @@ class BatcherKit:
             limits = ("timeout", "infer_timeout", "max_latency")
             changes |= dict.fromkeys(limits) | {"start_timeout": _LONG}
         if self.workers == "threads":
-            # A thread has the memory of this process, and needs none that is shared.
-            changes |= {"max_shared_bytes": 0, "max_rss_bytes": None}
+            # A thread has the memory and the collector of this process.
+            changes |= {"max_shared_bytes": 0, "max_rss_bytes": None, "freeze_gc": False}
         return replace(settings, **changes)
 
     def _drop_deadline(self, request: Request) -> None:

@@ -69,8 +69,8 @@ def _is_on_a_second_loop(item: pytest.Item) -> bool:
 def pytest_collection_finish() -> None:
     """Let collections of garbage look at the objects of tests alone.
 
-    With all that is loaded, torch and Ray among it, each would take half a second: two minutes of
-    the whole run.
+    With all that is loaded, torch and Ray among it, each would take up to half a second, which is
+    more than a minute of the whole run.
     """
     gc.collect()
     gc.freeze()

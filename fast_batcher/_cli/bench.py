@@ -1,6 +1,5 @@
 """`fast-batcher bench`: measures an endpoint of a running server under several loads."""
 
-import importlib.util
 import json
 import platform
 import sys
@@ -19,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fast_batcher._cli.files import check_folder, check_picture
 from fast_batcher._load.bodies import Requests, generate_requests, read_requests
 from fast_batcher._load.measurement import (
     Case,
@@ -47,8 +47,6 @@ from fast_batcher._version import __version__
 CLIENTS, RATES, SECONDS, REPETITIONS = "1,8,32", "50%,80%", 1.2, 3
 # Unmeasured share of each measurement, for the load to settle.
 WARM_UP_SHARE = 0.25
-# Kinds of pictures, by the end of the file's name.
-PICTURES = (".png", ".svg", ".pdf")
 # Answers below which a percentile says little.
 FEW = 20
 # What a status of the first request usually means.
@@ -122,10 +120,14 @@ def bench(
         int, typer.Option(min=1, help="Raise it if the client is the limit.")
     ] = 1,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to a file; - for stdout.")
+        Path | None,
+        typer.Option(
+            "--json", callback=check_folder, help="Write all figures to a file; - for stdout."
+        ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw throughput and latency; needs matplotlib.")
+        Path | None,
+        typer.Option(callback=check_picture, help="Draw throughput and latency; needs matplotlib."),
     ] = None,
     earlier_file: Annotated[
         Path | None,
@@ -141,7 +143,6 @@ def bench(
     """
     target, path = _parse_url(url)
     target = replace(target, headers=tuple(map(_parse_header, header or [])))
-    _check_files(json_file, picture)
     console = Console(stderr=True)
     try:
         earlier = None if earlier_file is None else _read_run(earlier_file)
@@ -202,17 +203,6 @@ def _parse_header(text: str) -> tuple[str, str]:
     if not (colon and name.strip() and text.isprintable() and text.isascii()):
         raise typer.BadParameter(f'--header {text!r}: write it like "Authorization: Bearer ..."')
     return name.strip(), value.strip()
-
-
-def _check_files(json_file: Path | None, picture: Path | None) -> None:
-    """Refuse at once what would fail after the measurements."""
-    for option, path in (("--json", json_file), ("--picture", picture)):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"{option} {path}: there is no folder {path.parent}")
-    if picture is not None and picture.suffix not in PICTURES:
-        raise typer.BadParameter(f"--picture {picture}: let it end with {', '.join(PICTURES)}")
-    if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("--picture needs the package matplotlib: pip install matplotlib")
 
 
 def _read_run(path: Path) -> Run:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +28,9 @@ from fast_batcher._cli.advice import (
     read_moments,
     tune_model,
 )
-from fast_batcher._cli.bench import PICTURES, bench
+from fast_batcher._cli.bench import bench
 from fast_batcher._cli.checks import Check
+from fast_batcher._cli.files import check_folder, check_picture
 from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.model import (
     TargetError,
@@ -111,22 +111,6 @@ async def _check_target(target: str, inputs: str | None) -> list[Check]:
     return checks
 
 
-def _check_picture(path: Path | None) -> Path | None:
-    """Reject a picture without matplotlib before minutes of measuring."""
-    if path is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install matplotlib")
-    if path is not None and path.suffix not in PICTURES:
-        raise typer.BadParameter(f"{path}: let it end with {', '.join(PICTURES)}")
-    return _check_folder(path)
-
-
-def _check_folder(path: Path | None) -> Path | None:
-    """Reject a file that cannot be written, before minutes of measuring."""
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
-    return path
-
-
 @app.command()
 def tune(
     target: Annotated[
@@ -152,12 +136,12 @@ def tune(
     workers: Annotated[int, typer.Option(help="Most workers that the machine has room for.")] = 1,
     write: Annotated[
         Path | None,
-        typer.Option(callback=_check_folder, help="Write the settings to this TOML file."),
+        typer.Option(callback=check_folder, help="Write the settings to this TOML file."),
     ] = None,
     picture: Annotated[
         Path | None,
         typer.Option(
-            callback=_check_picture, help="Draw capacity and p95 by batch size; needs matplotlib."
+            callback=check_picture, help="Draw capacity and p95 by batch size; needs matplotlib."
         ),
     ] = None,
     check: Annotated[

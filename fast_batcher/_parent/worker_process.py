@@ -254,6 +254,18 @@ class WorkerHandle(ABC):
             "model needs longer"
         )
 
+    def make_worker_settings(self, threads: int) -> WorkerSettings:
+        """Make the settings of the worker; `threads` are those of `prepare` and `finish`."""
+        settings = self._settings
+        return WorkerSettings(
+            settings.max_frame_bytes,
+            settings.batch_limit,
+            settings.freeze_gc,
+            self._placement.device,
+            self.index,
+            settings.stage_threads or threads,
+        )
+
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
     @abstractmethod
@@ -643,14 +655,7 @@ class WorkerProcess(WorkerHandle):
                 LogSettings.of_this_process(log_socket),
                 self._slabs,
                 outbox,
-                WorkerSettings(
-                    settings.max_frame_bytes,
-                    settings.batch_limit,
-                    settings.freeze_gc,
-                    placement.device,
-                    self.index,
-                    settings.stage_threads or threads,
-                ),
+                self.make_worker_settings(threads),
             ),
             name=f"fast_batcher-{self.model_spec.name}-{self.index}",
             # Not daemonic: a model may have children, for example those of a data loader.

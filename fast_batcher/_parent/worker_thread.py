@@ -22,7 +22,7 @@ from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport.channels import BlockingChannel, Ends, Frame
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.loop import BATCHES, ReplyEncoder
-from fast_batcher._worker.main import WorkerSettings, load_and_serve
+from fast_batcher._worker.main import load_and_serve
 
 
 class DelayedChannel(BlockingChannel):
@@ -143,29 +143,20 @@ class ThreadedWorker(WorkerProcess):
         outbox: OutboxReader | OSError | None,
     ) -> Child:
         """Start the thread; its log records need no socket."""
-        settings, placement = self._settings, self._placement
         source, sink = ends
         own_ends = (
             Connection(os.dup(source.fileno()), writable=False),
             Connection(os.dup(sink.fileno()), readable=False),
         )
         own_progress = progress.duplicate()
-        worker_settings = WorkerSettings(
-            settings.max_frame_bytes,
-            settings.batch_limit,
-            False,
-            placement.device,
-            self.index,
-            settings.stage_threads or 1,
-        )
-
+        settings = self.make_worker_settings(threads=1)
         is_abandoned = threading.Event()
         channel = DelayedChannel(own_ends, settings.max_frame_bytes, self._latency, is_abandoned)
         encoder = ReplyEncoder(None, settings.max_frame_bytes)
 
         def serve() -> int:
             try:
-                return load_and_serve(channel, own_progress, None, encoder, worker_settings)
+                return load_and_serve(channel, own_progress, None, encoder, settings)
             except BrokenPipeError:  # it was abandoned
                 return 0
 

@@ -34,7 +34,6 @@ from fast_batcher._transport.channels import (
     split_frames,
 )
 from fast_batcher._transport.logs import unpack_record
-from fast_batcher._worker.main import WorkerSettings
 from fast_batcher.errors import WorkerStartupError
 
 logger = logging.getLogger("fast_batcher")
@@ -189,21 +188,13 @@ class RayWorker(WorkerHandle):
     def _load(self) -> None:
         from fast_batcher._ray.actor import Levels
 
-        settings = self._settings
         levels = Levels(
             logging.getLogger().level,
             logging.getLogger("fast_batcher").getEffectiveLevel(),
             warnings.showwarning.__module__ == "logging",
         )
-        worker_settings = WorkerSettings(
-            settings.max_frame_bytes,
-            settings.batch_limit,
-            settings.freeze_gc,
-            None,
-            self.index,
-            settings.stage_threads or max(1, int(self._cluster.workers.num_cpus)),
-        )
-        self._call(Purpose.LOAD, "load", sys.path, self.model_spec.pickled, worker_settings, levels)
+        settings = self.make_worker_settings(max(1, int(self._cluster.workers.num_cpus)))
+        self._call(Purpose.LOAD, "load", sys.path, self.model_spec.pickled, settings, levels)
 
     # Calls. Call thread.
 

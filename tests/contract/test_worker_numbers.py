@@ -2,10 +2,6 @@
 
 import asyncio
 import logging
-import shutil
-import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,7 @@ import pytest
 from models.loading import NeedsFile
 from models.ordinary import Gated, GatedOnLoad, Slow
 from models.versions import Versioned
-from sessions import pids_of, session_of
+from sessions import own_directory, pids_of, session_of
 from shared_client import make
 from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, until
 
@@ -25,6 +21,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:num_workers=:RuntimeWarning"),
 ]
+
+__all__ = ["own_directory"]
 
 
 @pytest.fixture(scope="module")
@@ -217,18 +215,6 @@ async def test_devices_give_their_number_of_workers() -> None:
 
 
 # Shared.
-
-
-@pytest.fixture
-def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A directory of hosts for this test alone."""
-    directory = tempfile.mkdtemp(dir="/tmp")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "fast_batcher-reaper":
-            thread.join(LIMIT)
-    shutil.rmtree(directory)
 
 
 @pytest.mark.usefixtures("own_directory")

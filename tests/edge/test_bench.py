@@ -352,6 +352,14 @@ def test_headers_are_sent_with_each_request(url: str) -> None:
 
 
 @pytest.mark.slow
+def test_length_is_read_of_its_own_header(url: str) -> None:
+    done = bench(f"{url}/labelled", *SHORT, "--json", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)["measurements"]
+    assert [(one["lost"], one["figures"]["answers"] > 1) for one in found] == [({}, True)] * 2
+
+
+@pytest.mark.slow
 def test_errors_under_load_are_told(url: str) -> None:
     done = bench(f"{url}/sometimes-busy", *SHORT)
     assert done.returncode == 0

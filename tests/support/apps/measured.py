@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Annotated
 
-from fastapi import FastAPI, Header, HTTPException
+from fastapi import FastAPI, Header, HTTPException, Response
 from pydantic import BaseModel, Field
 
 app = FastAPI()
@@ -49,3 +49,10 @@ async def sometimes_busy(body: Text) -> None:
 async def guard(authorization: Annotated[str, Header()] = "") -> None:
     if authorization != "Bearer secret":
         raise HTTPException(401, "no token")
+
+
+@app.get("/labelled")
+async def label(response: Response) -> str:
+    # It comes before the header that has the length.
+    response.headers["X-Uncompressed-Content-Length"] = "999"
+    return "short"
