@@ -209,6 +209,7 @@ RAISED: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
     "coded": ((ValueError,), "coded"),
     "two arguments": ((InferenceError,), "5: broken"),
     "lock": ((InferenceError,), "HoldsLockError: holds a lock"),
+    "elsewhere": ((InferenceError,), "KeptElsewhereError: kept elsewhere"),
     "unprintable": ((InferenceError,), "UnprintableError"),
     "huge": ((InferenceError,), "yyyy"),
     "surrogate": ((InferenceError,), "lone"),

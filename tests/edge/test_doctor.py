@@ -1,6 +1,7 @@
 """`fast-batcher doctor`, run as a command."""
 
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from typer.testing import CliRunner
 from waits import LIMIT
+
+from fast_batcher._cli.main import app
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +94,13 @@ def test_inputs_come_from_file_or_module(tmp_path: Path) -> None:
         code, checks = examine("command_models:batcher", "--inputs", source)
         assert code == 0
         assert "t(4) = " in checks["batches"]["text"]
+
+
+def test_log_level_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+    level = logging.getLogger("fast_batcher").level
+    assert CliRunner().invoke(app, ["doctor", "command_models:Missing"]).exit_code == 1
+    assert logging.getLogger("fast_batcher").level == level
 
 
 def test_options_from_outside_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

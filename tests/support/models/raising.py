@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakKeyDictionary
 
 from hostile_errors import draw_hostile
 
@@ -99,6 +100,18 @@ class CodedError(ValueError):
         self.code = code
 
 
+class KeptElsewhereError(Exception):
+    """Keeps its text where no copy finds it."""
+
+    texts: ClassVar[WeakKeyDictionary[BaseException, str]] = WeakKeyDictionary()
+
+    def __init__(self, text: str) -> None:
+        self.texts[self] = text
+
+    def __str__(self) -> str:
+        return self.texts[self]
+
+
 HUGE = 10 * 2**20
 
 
@@ -110,6 +123,7 @@ EXCEPTIONS: dict[str, Callable[[], BaseException]] = {
     "coded": lambda: CodedError("coded", 42),
     "two arguments": lambda: TwoArgumentsError(5, "broken"),
     "lock": lambda: HoldsLockError("holds a lock"),
+    "elsewhere": lambda: KeptElsewhereError("kept elsewhere"),
     "unprintable": lambda: UnprintableError("never seen"),
     "huge": lambda: ValueError("y" * HUGE),
     "surrogate": lambda: ValueError("lone \ud800 surrogate"),
