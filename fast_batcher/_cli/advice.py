@@ -55,7 +55,7 @@ class Advice:
     gain: float
     # The target, None without one.
     max_latency: float | None
-    # Requests per second that the event loop of one process can send and answer.
+    # Requests per second that the event loop of one process can send and answer one by one.
     loop_capacity: float
 
     @property
@@ -134,7 +134,7 @@ def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) ->
         rate = len(wish.moments) / wish.moments[-1]
     times = Times(measurement)
     sizes = sorted(measurement.seconds)
-    loop_capacity = 1 / measurement.loop_seconds if measurement.loop_seconds else inf
+    loop_capacity = 1 / measurement.loop_seconds
     capacities = {size: min(size / times.median(size), loop_capacity) for size in sizes}
     candidates = []
     for size in sizes:
@@ -360,8 +360,8 @@ def _list_warnings(advice: Advice) -> Iterator[str]:
         )
     if max(advice.rate, chosen.capacity) >= COMFORTABLE * advice.loop_capacity:
         yield (
-            f"the event loop of one process sends and answers at most "
-            f"{advice.loop_capacity:.3g} requests per second; use several server processes"
+            f"the event loop of one process sends and answers about {advice.loop_capacity:.3g} "
+            "requests per second; use several server processes"
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -40,13 +41,15 @@ from fast_batcher._load.report import (
     spread,
     total,
 )
-from fast_batcher._load.run import WARM_UP, Loads, measure_loads
+from fast_batcher._load.run import OPEN_CONNECTIONS, WARM_UP, Loads, measure_loads
 from fast_batcher._version import __version__
 
 # With warm-ups and the starts of the clients half a minute in all.
 CLIENTS, RATES, SECONDS, REPETITIONS = "1,8,32", "50%,80%", 1.2, 3
 # Unmeasured share of each measurement, for the load to settle.
 WARM_UP_SHARE = 0.25
+# Open files of a client beside its connections: a Python with an event loop has about ten.
+OTHER_FILES = 32
 # Answers below which a percentile says little.
 FEW = 20
 # What a status of the first request usually means.
@@ -147,6 +150,7 @@ def bench(
     try:
         earlier = None if earlier_file is None else _read_run(earlier_file)
         loads, seconds = _choose_loads(earlier, clients, rates, repetitions, seconds)
+        _allow_connections(loads)
         requests = _choose_requests(target, path, method, body, content_type)
         _check_endpoint(target, path, requests)
         settings = LoadSettings(
@@ -203,6 +207,26 @@ def _parse_header(text: str) -> tuple[str, str]:
     if not (colon and name.strip() and text.isprintable() and text.isascii()):
         raise typer.BadParameter(f'--header {text!r}: write it like "Authorization: Bearer ..."')
     return name.strip(), value.strip()
+
+
+def _allow_connections(loads: Loads) -> None:
+    """Raise the limit of open files, which the clients inherit, to what the loads need.
+
+    Raises:
+        LoadError: The hard limit is too low.
+    """
+    has_open_loops = loads.rates or loads.shares
+    connections = max([*loads.clients, OPEN_CONNECTIONS if has_open_loops else 0])
+    needed = connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LoadError(
+            f"{connections} connections need {needed} open files, and this process may have "
+            f"{hard}: raise the hard limit (ulimit -Hn), or lower --clients and give --rates none"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _read_run(path: Path) -> Run:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from time import perf_counter, thread_time
 from typing import Any
 
 from fast_batcher._cli.checks import Check
@@ -242,7 +243,8 @@ class Measurement:
     seconds: dict[int, list[float]]
     # Seconds of a lone request beside its batch: to the worker and back.
     overhead: float
-    # Seconds of the event loop for each further request of a batch.
+    # CPU seconds that the thread of the event loop takes for a lone request. Requests that arrive
+    # together take less.
     loop_seconds: float
 
 
@@ -256,28 +258,26 @@ async def measure(
     """
     watcher = _Watcher()
     batcher.add_observer(watcher)
-    loop = asyncio.get_running_loop()
     most = int(batcher.settings["max_batch_size"].value)
     sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
     values = cycle(inputs)
-    walls: dict[int, list[float]] = {size: [] for size in sizes}
+    latencies: list[float] = []
+    cpu_seconds: list[float] = []
     # In turns, so that what slows the machine for a while slows all sizes.
     for number in range(1, BATCHES + 1):
         note(f"timing batches of 1 to {most}, {number} of {BATCHES}")
         for size in sizes:
             batch = [*islice(values, size)]
-            began_at = loop.time()
+            began_at, cpu_at = perf_counter(), thread_time()
             await asyncio.gather(*map(batcher.process_batched, batch))
-            walls[size].append(loop.time() - began_at)
+            if size == 1:
+                latencies.append(perf_counter() - began_at)
+                cpu_seconds.append(thread_time() - cpu_at)
     seconds: dict[int, list[float]] = {}
     for size, found in sorted(watcher.seconds):
         seconds.setdefault(size, []).append(found)
-    # What a batch takes besides the model; a size that was never computed in one batch is left out.
-    besides = {size: median(walls[size]) - median(found) for size, found in seconds.items()}
-    lone = max(0.0, besides[1])
-    most = max(besides)
-    each = (besides[most] - lone) / (most - 1) if most > 1 else lone
-    return Measurement(seconds, lone, max(0.0, each))
+    overhead = max(0.0, median(latencies) - median(seconds[1]))
+    return Measurement(seconds, overhead, median(cpu_seconds))
 
 
 def _judge_times(timed: list[tuple[int, float]]) -> Check:

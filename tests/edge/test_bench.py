@@ -1,6 +1,7 @@
 """`fast-batcher bench`: what it sends, how it compares, and the command at real servers."""
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -389,6 +390,30 @@ def test_bench_error_is_reported_in_one_line(
     (line,) = done.stderr.splitlines()
     assert line.startswith("wrong ")
     assert message in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("-n 64", "512 connections need 544 open files, and this process may have 64: raise the"),
+        # Too low as well, but the process may raise it.
+        ("-Sn 64", None),
+    ],
+)
+def test_too_few_descriptors_are_told(url: str, limit: str, message: str | None) -> None:
+    command = f"{sys.executable} -m fast_batcher bench {url}/length {shlex.join(SHORT)}"
+    rates = "--rates 20 --clients 40"
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"ulimit {limit}; {command} {rates}"],
+        env={"PATH": "", "PYTHONPATH": PYTHONPATH, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == (message is not None), done.stderr
+    assert message is None or message in done.stderr
 
 
 @pytest.mark.slow
