@@ -238,8 +238,8 @@ GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
         pytest.param(UVICORN, True, id="uvicorn"),
         pytest.param([*UVICORN, "--workers", "2"], True, id="uvicorn, two workers"),
         pytest.param([*GUNICORN, "--preload", APP], True, id="gunicorn, preloaded"),
-        # Not to the group: Granian sends its workers a signal of its own, and a worker that gets two
-        # at once may hang for ever in its handler (2.8.7, `WorkerSignal.set`).
+        # Not to the group: Granian sends its workers a signal of its own, and a worker that gets
+        # two at once may hang for ever in its handler (2.8.7, `WorkerSignal.set`).
         pytest.param(GRANIAN, False, id="granian"),
     ],
 )
