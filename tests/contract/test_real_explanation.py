@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 @pytest.mark.parametrize(
     ("fixed", "each", "warm", "advice"),
     [
-        (0.0, 0.02, True, "larger batches would not help"),
+        (0.0, 0.1, True, "larger batches would not help"),
         (0.1, 0.0, True, "max_batch_size=8 is predicted to raise the capacity"),
         (0.0, 0.02, False, "no other size than 4 was measured"),
     ],
@@ -25,6 +25,6 @@ async def test_advice_is_true_for_a_real_model(
 ) -> None:
     async with DynBatcher(Timed, 4, model_args=(fixed, each), model_kwargs={"warm": warm}) as own:
         async with asyncio.timeout(LIMIT):
-            await own.process_many([*range(48)])
+            await own.process_many([*range(24)])
         found = own.explain()
     assert (found.cause, found.advice[: len(advice)]) == ("max_batch_size", advice)
