@@ -4,7 +4,7 @@
     worker's thread  loads the model, serves it (`_worker/main.py`), and ends
 
 A thread cannot be killed. One that is to die counts as dead at once, its answers are lost, and it
-ends when the model's call returns.
+ends when the model's call returns. One that could not load its model is ending anyway.
 """
 
 import contextlib
@@ -19,20 +19,21 @@ from typing import Any
 
 from fast_batcher._parent.worker_process import Child, WorkerProcess
 from fast_batcher._shared_memory.outbox import OutboxReader
-from fast_batcher._transport.channels import BlockingChannel, Ends, Frame
+from fast_batcher._transport.channels import BlockingChannel, Ends, Frame, Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.loop import BATCHES, ReplyEncoder
 from fast_batcher._worker.main import load_and_serve
 
 
-class DelayedChannel(BlockingChannel):
-    """A channel whose batches come later, as if the model took longer.
+class ThreadChannel(BlockingChannel):
+    """A channel of a worker's thread, whose batches come later, as if the model took longer.
 
     Args:
         ends: As for `BlockingChannel`.
         max_frame_bytes: As for `BlockingChannel`.
         latency: Returns the seconds.
         is_abandoned: Set when the worker counts as dead: nothing comes any more.
+        has_failed: To be set before the parent reads that the model was not loaded.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class DelayedChannel(BlockingChannel):
         max_frame_bytes: int,
         latency: Callable[[], float],
         is_abandoned: threading.Event,
+        has_failed: threading.Event,
     ) -> None:
         super().__init__(ends, max_frame_bytes)
         self._latency = latency
         self._is_abandoned = is_abandoned
+        self._has_failed = has_failed
 
     def receive(self) -> Frame | None:
         """Wait for the next frame, and before a batch for the latency."""
@@ -52,6 +55,12 @@ class DelayedChannel(BlockingChannel):
         if frame is not None and frame.kind in BATCHES:
             self._is_abandoned.wait(self._latency())
         return None if self._is_abandoned.is_set() else frame
+
+    def send(self, kind: int, *arguments: Any, **options: Any) -> None:
+        """Send a frame, and note whether it is the last one of a failed start."""
+        if kind == Kind.STARTUP_FAILED:
+            self._has_failed.set()
+        super().send(kind, *arguments, **options)
 
 
 class WorkerThread:
@@ -61,6 +70,7 @@ class WorkerThread:
         work: Function that runs on the thread, and returns the exit code.
         release: Closes what the thread has open, at its end.
         is_abandoned: To be set when the thread counts as dead, whatever it does.
+        has_failed: Set when the model was not loaded: the thread ends by itself.
         name: Name of the thread.
     """
 
@@ -69,6 +79,7 @@ class WorkerThread:
         work: Callable[[], int],
         release: Callable[[], None],
         is_abandoned: threading.Event,
+        has_failed: threading.Event,
         name: str,
     ) -> None:
         self.pid = os.getpid()
@@ -77,6 +88,7 @@ class WorkerThread:
         self._work = work
         self._release = release
         self._is_abandoned = is_abandoned
+        self._has_failed = has_failed
         self._exit_code: int | None = None
         self._thread = threading.Thread(
             target=Context().run, args=(self._run,), name=name, daemon=True
@@ -106,8 +118,8 @@ class WorkerThread:
         return self._death.fileno()
 
     def abandon(self, number: signal.Signals) -> None:
-        """Count the thread as dead, whatever it does."""
-        if self._exit_code is None:
+        """Count the thread as dead, whatever it does, unless it ends by itself."""
+        if self._exit_code is None and not self._has_failed.is_set():
             self._exit_code = -number
             self._is_abandoned.set()
             self._hang_up()
@@ -151,7 +163,10 @@ class ThreadedWorker(WorkerProcess):
         own_progress = progress.duplicate()
         settings = self.make_worker_settings(threads=1)
         is_abandoned = threading.Event()
-        channel = DelayedChannel(own_ends, settings.max_frame_bytes, self._latency, is_abandoned)
+        has_failed = threading.Event()
+        channel = ThreadChannel(
+            own_ends, settings.max_frame_bytes, self._latency, is_abandoned, has_failed
+        )
         encoder = ReplyEncoder(None, settings.max_frame_bytes)
 
         def serve() -> int:
@@ -165,7 +180,7 @@ class ThreadedWorker(WorkerProcess):
             own_progress.close()
 
         name = f"fast_batcher-worker-{self._name}-{self.index}"
-        return WorkerThread(serve, release, is_abandoned, name)
+        return WorkerThread(serve, release, is_abandoned, has_failed, name)
 
     @property
     def rss_bytes(self) -> int:
