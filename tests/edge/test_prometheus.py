@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import httpx2
@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_fastapi_instrumentator import Instrumentator
 from server_load import GUNICORN, URL
-from servers import Server, find_free_port, serve
+from servers import Server, find_free_port, get, serve
 from shared_hosts import Hosts, hosts
 from starlette.testclient import TestClient
 from waits import LIMIT, Gate, both_loops, call, measured, one_loop, outcome, until
@@ -230,8 +230,8 @@ def test_shared_processes_sum_cache_metrics(
     server = serve("", command=[*GUNICORN, "apps.cached:app"])
     url, asked = server.wait_for(URL)[1], Counter[int]()
     while len(asked) < 2 and asked.total() < MOST_CALLS:
-        asked[httpx2.get(f"{url}/echo/1", timeout=LIMIT).json()] += 1
-    shown = cache_results(httpx2.get(f"{url}/metrics", timeout=LIMIT).text)
+        asked[get(f"{url}/echo/1").json()] += 1
+    shown = cache_results(get(f"{url}/metrics").text)
     server.process.terminate()
     server.wait_for_exit()
     calls = asked.total()
@@ -326,7 +326,7 @@ class Prometheus:
     def get(self, path: str, **parameters: str) -> Any:
         """Answer of the API; None until it arrives."""
         try:
-            page = httpx2.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=LIMIT)
+            page = get(f"{self._url}/api/v1/{path}", params=parameters)
         except httpx2.TransportError:
             return None
         return page.json()["data"] if page.status_code == 200 else None
@@ -340,6 +340,7 @@ class Prometheus:
         deadline = monotonic() + LIMIT
         while (found := self.query(expression).get("")) != value:
             assert monotonic() < deadline, (expression, found)
+            sleep(0.01)  # without it the wait would take a core from the servers
 
 
 @pytest.fixture
@@ -363,7 +364,7 @@ def send(url: str, count: int) -> Counter[int]:
     """Send so many requests of all kinds, side by side; the statuses of the answers."""
 
     def ask(path: str) -> int:
-        return httpx2.get(url + path, timeout=LIMIT).status_code
+        return get(url + path).status_code
 
     with ThreadPoolExecutor(16) as threads:
         return Counter(threads.map(ask, itertools.islice(itertools.cycle(PATHS), count)))
@@ -426,7 +427,7 @@ def test_prometheus_counts_requests_of_two_servers_once(
     rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
     promtool("check", "rules", str(ALERTS))
-    promtool("check", "metrics", text=httpx2.get(f"{url}/metrics", timeout=LIMIT).text)
+    promtool("check", "metrics", text=get(f"{url}/metrics").text)
 
     two_servers.process.terminate()
     two_servers.wait_for_exit()
@@ -469,7 +470,7 @@ class SharedServers:
 
     def find_processes(self) -> tuple[int, int]:
         """The host and its worker, as a server sees them that answers."""
-        found = httpx2.get(f"http://127.0.0.1:{[*self._servers][-1]}/processes", timeout=LIMIT)
+        found = get(f"http://127.0.0.1:{[*self._servers][-1]}/processes")
         host, worker = found.json()
         return host, worker
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx2
 import psutil
 import pytest
 from programs import Program, program
 from prometheus_client.parser import text_string_to_metric_families
+from servers import get
 from shared_hosts import Hosts, hosts
 from waits import LIMIT, ONE_LOOP, Watch, until
 
@@ -60,7 +60,7 @@ class Process:
         self._url = f"http://127.0.0.1:{program.tells()}/metrics"
 
     def read(self, name: str) -> float:
-        text = httpx2.get(self._url, timeout=LIMIT).text
+        text = get(self._url).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == f"fast_batcher_{name}":

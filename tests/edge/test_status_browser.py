@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
-from servers import Server, serve
+from servers import Server, get, post, serve
 from shared_hosts import Hosts, hosts
 from waits import LIMIT, measured
 
@@ -67,7 +66,7 @@ def server(serve: Callable[..., Server]) -> tuple[Server, str]:
 
 
 def call(url: str, path: str) -> None:
-    httpx2.post(f"{url}/call/{path}", timeout=LIMIT)
+    post(f"{url}/call/{path}")
 
 
 def test_page_updates_figures_and_shows_killed_worker(
@@ -86,7 +85,7 @@ def test_page_updates_figures_and_shows_killed_worker(
     page.wait_for(".verdict .warning", "1 request failed within a minute")
     page.wait_for("table", "ValueError")
 
-    data = httpx2.get(f"{url}/inside/batchers.json", timeout=LIMIT).json()
+    data = get(f"{url}/inside/batchers.json").json()
     os.kill(data["batchers"][0]["workers"][1]["pid"], signal.SIGKILL)
     with measured(2.0, "from a worker's death to the status page"):
         page.wait_for(".verdict", "signal 9 (SIGKILL")
@@ -120,14 +119,14 @@ def test_follower_marks_unknown_figures(
     page = Page(browser, urls[1], viewport={"width": width, "height": 900})
     page.wait_for(".verdict", "All is well")
     for value in ["fine"] * 20 + ["raise"] * 10 + ["die"]:
-        httpx2.post(f"{urls[0]}/call/{value}", timeout=LIMIT)
+        post(f"{urls[0]}/call/{value}")
     page.wait_for(".verdict .critical", "11 requests failed within a minute")
     page.wait_for(".verdict .warning", "lost once in five minutes; which and why is not known here")
     page.wait_for("#batcher-0", "Another server process reports")
     page.wait_for("#batcher-0 table", "not known here")
     assert page.view.title().startswith("(2) Critical")
     for _ in "123":
-        httpx2.post(f"{urls[1]}/call/raise", timeout=LIMIT)
+        post(f"{urls[1]}/call/raise")
     page.wait_for("tr:has-text('ValueError')", "3")
     assert page.measure("document.documentElement.scrollWidth") == width
     assert page.complaints == []

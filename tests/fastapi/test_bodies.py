@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Annotated, Any
 
-import httpx2
 import numpy as np
 import pytest
 from apps.bodies import MAX_BYTES, SHAPE
@@ -19,7 +18,7 @@ from fastapi_versions import needs_body_limit
 from models.large import Digests, digest
 from raw_http import chunk, connect, head
 from sender_harness import opened, slabs_of
-from servers import Gate, Server, ask_until, gate, serve
+from servers import Gate, Server, ask_until, gate, get, post, serve
 from starlette.requests import Request
 from starlette.types import Message
 from waits import LIMIT
@@ -106,11 +105,9 @@ def test_malformed_body_is_a_client_error(limited: str, name: str) -> None:
     """Fault F67."""
     body, headers, statuses = BODIES[name]
     sent = {"Content-Type": "application/json", **headers}
-    response = httpx2.post(f"{limited}/length", content=body, headers=sent, timeout=LIMIT)
+    response = post(f"{limited}/length", content=body, headers=sent)
     assert response.status_code in statuses, response.text
-    assert httpx2.post(f"{limited}/length", json={"text": "fine"}, timeout=LIMIT).json() == len(
-        "fine"
-    )
+    assert post(f"{limited}/length", json={"text": "fine"}).json() == len("fine")
 
 
 @pytest.mark.slow
@@ -122,7 +119,7 @@ def test_thousand_slow_clients_block_no_other(limited: str) -> None:
             begin(client, "Content-Length: 1000")
         # One socket for each of us and the server; others are served meanwhile.
         started = monotonic()
-        fine = httpx2.post(f"{limited}/length", json={"text": "fine"}, timeout=LIMIT)
+        fine = post(f"{limited}/length", json={"text": "fine"})
         assert fine.json() == len("fine")
         assert monotonic() - started < LIMIT
         assert status_of(clients[-1]) == 408
@@ -175,11 +172,11 @@ def answer_of(client: socket.socket) -> tuple[int, str]:
 
 
 def next_refused(url: str) -> int:
-    return int(httpx2.get(f"{url}/refused", timeout=LIMIT).json())
+    return int(get(f"{url}/refused").json())
 
 
 def assert_serves(url: str) -> None:
-    assert httpx2.post(f"{url}/bytes", content=b"fine", timeout=LIMIT).json() == 4
+    assert post(f"{url}/bytes", content=b"fine").json() == 4
 
 
 @pytest.mark.slow
@@ -254,7 +251,7 @@ def test_body_is_read_before_disconnect_is_awaited(url: str, gate: Gate) -> None
         gate.wait_for_visitor()
     ask_until(url, running=0, cancelled=1)
     gate.let_on()
-    assert httpx2.post(f"{url}/pass", content=b"0", timeout=LIMIT).status_code == 200
+    assert post(f"{url}/pass", content=b"0").status_code == 200
 
 
 @pytest.mark.slow
@@ -264,7 +261,7 @@ def test_body_errors_are_not_in_server_log(serve: Callable[..., Server]) -> None
     with connect(url) as client:
         client.sendall(head("/bytes", "Content-Length: 1000") + b"x")
     assert next_refused(url) == 499
-    httpx2.post(f"{url}/array", content=b"short", timeout=LIMIT)
+    post(f"{url}/array", content=b"short")
     server.process.terminate()
     server.wait_for_exit()
     assert "Traceback" not in server.output

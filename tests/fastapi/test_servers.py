@@ -13,7 +13,7 @@ import psutil
 import pytest
 from paths import SUPPORT
 from server_load import GUNICORN, UNDER_WAY, URL, Load, load
-from servers import Gate, Server, find_free_port, gate, serve, thread
+from servers import Gate, Server, find_free_port, gate, get, serve, thread
 from waits import LIMIT, measured
 
 __all__ = ["gate", "load", "serve", "thread"]
@@ -70,12 +70,12 @@ def test_lame_duck_answers_new_connections_after_sigterm(serve: Callable[..., Se
     """Fault F41."""
     server = serve("apps.draining:app", settings={"LAME_DUCK": str(LIMIT)})
     url = server.wait_for(URL)[1]
-    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+    assert get(f"{url}/readyz").status_code == 200
     server.process.send_signal(signal.SIGTERM)
     server.wait_for("not ready any more")
     # Each of these is a connection of its own.
-    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 503
-    assert httpx2.get(f"{url}/pass/0", timeout=LIMIT).status_code == 200
+    assert get(f"{url}/readyz").status_code == 503
+    assert get(f"{url}/pass/0").status_code == 200
     # The second signal ends the wait.
     end_quietly(server)
 
@@ -130,11 +130,11 @@ def test_worker_answers_accepted_requests_after_group_sigterm(
     server = serve("apps.grouped:app")
     url = server.wait_for(URL)[1]
     with ThreadPoolExecutor() as pool:
-        calls = [pool.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)]
+        calls = [pool.submit(get, f"{url}/pass/{gate.port}")]
         gate.wait_for_visitor()
         # These wait in the app, for the worker is not free.
-        calls += [pool.submit(httpx2.get, f"{url}/pass/0", timeout=LIMIT) for _ in range(4)]
-        while httpx2.get(f"{url}/accepted", timeout=LIMIT).json() < len(calls):
+        calls += [pool.submit(get, f"{url}/pass/0") for _ in range(4)]
+        while get(f"{url}/accepted").json() < len(calls):
             pass
         (worker,) = workers_below(server.process.pid)
         os.killpg(server.process.pid, signal.SIGTERM)
@@ -158,7 +158,7 @@ def test_reloading_leaves_the_number_of_workers_unchanged(
     for number in range(6):
         seen.add(reloaded.wait_for(SAID)[2])
         reloaded.wait_for("Application startup complete")
-        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+        assert get(f"{url}/readyz").status_code == 200
         # Two batchers with a worker each, and the server itself, which uvicorn spawns as well.
         assert len(workers_below(reloaded.process.pid)) == 3
         if number < 5:
@@ -186,7 +186,7 @@ def test_each_server_process_has_its_own_batcher(
     assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == count
     assert all(parent == one for one, _, parent in said)
     server.wait_for("Application startup complete")
-    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+    assert get(f"{url}/readyz").status_code == 200
     end_quietly(server)
     assert not re.search("Traceback|leaked", server.output)
 

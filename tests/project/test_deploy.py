@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 from paths import ROOT
 from programs import run_command
-from servers import Server
-from waits import LIMIT
+from servers import Server, get
 
 from fast_batcher.fastapi import BROKEN_TIMEOUT
 from fast_batcher.settings import Settings
@@ -142,8 +140,8 @@ def test_the_command_of_a_pod_serves_and_ends(tmp_path: Path) -> None:
         url = server.url()
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             path = container[probe]["httpGet"]["path"]
-            assert httpx2.get(f"{url}{path}", timeout=LIMIT).status_code == 200
-        shown = httpx2.get(f"{url}/metrics", timeout=LIMIT).text
+            assert get(f"{url}{path}").status_code == 200
+        shown = get(f"{url}/metrics").text
         assert all(name in shown for name in read_wanted_metrics())
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_for_exit() in (0, -signal.SIGTERM)

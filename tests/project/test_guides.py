@@ -7,12 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import pytest
 from paths import ROOT
 from programs import run_command
-from servers import run_server
-from waits import LIMIT
+from servers import get, post, run_server
 
 CODE = re.compile(r'^```python\n("""Save as `([^`]+)`.*?)^```', re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -84,7 +82,7 @@ def test_the_server_answers_as_the_tutorial_says(address: str) -> None:
 @needs_curl
 def test_the_load_of_the_tutorial_is_answered(address: str) -> None:
     def count() -> int:
-        page = httpx2.get(f"{address}/batchers.json", timeout=LIMIT).json()
+        page = get(f"{address}/batchers.json").json()
         return int(page["batchers"][0]["totals"]["completed"])
 
     before = count()
@@ -107,14 +105,14 @@ def test_the_test_of_the_tutorial_passes(folder: Path) -> None:
 def test_the_app_from_litserve_answers_as_theirs(tmp_path: Path) -> None:
     save("from_litserve.md", tmp_path)
     with run_server("squares:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
-        answer = httpx2.post(f"{url}/predict", json={"input": 4}, timeout=LIMIT)
+        answer = post(f"{url}/predict", json={"input": 4})
         assert answer.json() == {"output": 16.0}
-        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+        assert get(f"{url}/readyz").status_code == 200
 
 
 def test_the_app_from_ray_serve_answers_as_theirs(tmp_path: Path) -> None:
     save("from_ray_serve.md", tmp_path)
     with run_server("powers:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
-        answer = httpx2.post(f"{url}/predict", params={"number": 4}, timeout=LIMIT)
+        answer = post(f"{url}/predict", params={"number": 4})
         assert answer.json() == 16.0
-        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+        assert get(f"{url}/readyz").status_code == 200
