@@ -64,7 +64,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # Neighbours stay together, so that what a module's tests share is made once and not once per job.
 test: check
@@ -120,7 +120,8 @@ publish: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The bill of materials is of an environment that has the wheel and all EXTRAS, and no pip.
+# The bill of materials is of an environment that has the wheel and all EXTRAS, and no pip. Its tool has
+# an environment of its own: in .venv it would add a second to each import of Ray, by jsonschema.
 dist: install
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
@@ -128,9 +129,11 @@ dist: install
 	$(PYTHON) -m venv --clear --without-pip .venv-dist
 	$(BIN)/pip --python .venv-dist/bin/python install --disable-pip-version-check --no-compile \
 		'$(TORCH)' "$$(echo dist/*.whl)[$(EXTRAS)]"
-	$(BIN)/cyclonedx-py environment --output-reproducible \
+	$(PYTHON) -m venv --clear .venv-bom
+	.venv-bom/bin/pip install --disable-pip-version-check --no-compile 'cyclonedx-bom>=7.0,<8'
+	.venv-bom/bin/cyclonedx-py environment --output-reproducible \
 		--output-file dist/fast_batcher.cdx.json .venv-dist/bin/python
 
 clean:
-	rm -rf .venv .venv-dist .venv-oldest .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf .venv .venv-bom .venv-dist .venv-oldest .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
