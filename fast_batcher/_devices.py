@@ -204,6 +204,9 @@ def worker_environment(
 ) -> dict[str, str]:
     """Copy `environ` for a worker, with its GPU and the limit of its numeric threads.
 
+    `OMP_NUM_THREADS` of the user is for all libraries, as without us: each of them reads it, unless
+    it finds a variable of its own.
+
     The child could not set the variables in time: a numeric library reads them when it is imported,
     and the user's main module may import one.
     """
@@ -212,7 +215,9 @@ def worker_environment(
     own = {name: value for name, value in present if value is not None}
     if visible_devices is not None:
         own[VISIBLE_DEVICES] = visible_devices
-    return dict.fromkeys(THREAD_VARIABLES, str(threads)) | own
+    # It may be a list, with a number for each level of nested threads.
+    of_user = own.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return dict.fromkeys(THREAD_VARIABLES, of_user or str(threads)) | own
 
 
 def usable_cores() -> int:

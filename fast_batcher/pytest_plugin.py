@@ -37,11 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _find_scope(fixture_name: str, config: pytest.Config) -> Any:
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the setting of the fixture's scope."""
     scope = config.getini("batcher_kit_scope")
     if scope not in _SCOPES:
         raise pytest.UsageError(f"batcher_kit_scope = {scope!r}: give one of {', '.join(_SCOPES)}")
-    return scope
+
+
+def _find_scope(fixture_name: str, config: pytest.Config) -> Any:
+    return config.getini("batcher_kit_scope")
 
 
 @pytest.fixture(scope=_find_scope)

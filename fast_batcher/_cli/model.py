@@ -301,6 +301,7 @@ def _judge_times(timed: list[tuple[int, float]]) -> Check:
     return Check("batches", "good", f"{text}; {gain:.2g} times as many requests per second")
 
 
+_IS_PLAIN = re.compile(r"'(dict|list)' object has no attribute")
 _LACKS_ARGUMENTS = re.compile(r"__init__\(\) missing \d+ required")
 
 
@@ -317,4 +318,7 @@ def _remedy_of(error: BaseException) -> str:
     if not own:
         return ""
     file, line, function = own[-1]
-    return f"look at {file}, line {line}, in {function}"
+    place = f"look at {file}, line {line}, in {function}"
+    if _IS_PLAIN.search(str(error)):
+        return f"{place}; JSON has dicts and lists only: give other objects as --inputs module:name"
+    return place

@@ -168,6 +168,10 @@ PER_PROCESS_VARIABLES = frozenset(
 )
 
 
+# Names of facets of which messages say more.
+MODULE_FILE = "the file of the model's module"
+COMMAND_LINE = "the command line"
+
 # Numbers of the keys that no other session has.
 _keys_alone = itertools.count()
 
@@ -209,7 +213,7 @@ def make_key(
         scope = digest("siblings", find_namespace(), pid, started, name)
         supervisor = pid or None
         # Processes that share a name are often different programs.
-        facets["the command line"] = digest(sys.argv)
+        facets[COMMAND_LINE] = digest(sys.argv)
     return HostKey(
         name,
         scope[:SCOPE_DIGITS],
@@ -265,7 +269,7 @@ def _digest_process(module_file: str | None) -> dict[str, str]:
         "sys.path": sys.path,
         "the working directory": _find_working_directory(),
         "the CPU affinity": _find_affinity(),
-        "the file of the model's module": None if module_file is None else read_state(module_file),
+        MODULE_FILE: None if module_file is None else read_state(module_file),
     }
     # Other threads may remove variables during the copy.
     present = ((name, os.environ.get(name)) for name in list(os.environ))

@@ -34,6 +34,8 @@ from fast_batcher._host.directory import (
     take_lock,
 )
 from fast_batcher._host.identity import (
+    COMMAND_LINE,
+    MODULE_FILE,
     HostKey,
     ProcessIdentity,
     identify_process,
@@ -226,13 +228,21 @@ def _sweep(directory: Path, key: HostKey) -> None:
             _remove(path)
         elif path.name.startswith(f"{key.scope}-"):
             differences.update(list_differences(key.facets, _read_facets(path)))
-    if differences:
+    if differences == {MODULE_FILE}:
+        logger.warning(
+            "%s: %s has changed since the host process loaded it; server processes that open from "
+            "now on share a new host process",
+            *(key.name, MODULE_FILE),
+        )
+    elif differences:
+        remedy = "make these equal"
+        if COMMAND_LINE in differences:
+            remedy += '; with shared="a name of your choice" command lines may differ'
         logger.warning(
             "%s: these server processes have another host process already, which this process "
             "cannot share: they differ in %s. One more host process is started, with workers of "
-            "its own. To share one, make these equal",
-            key.name,
-            ", ".join(sorted(differences)),
+            "its own. To share one, %s",
+            *(key.name, ", ".join(sorted(differences)), remedy),
         )
 
 

@@ -17,6 +17,7 @@ from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import (
     Row,
     describe_difference,
+    is_one_value,
     join_apart,
     list_outputs,
     make_row,
@@ -270,7 +271,10 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
 
 def _compute_all(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     warmup_inputs = getattr(model, "warmup_inputs", None)
-    inputs = list(warmup_inputs()) if warmup_inputs is not None else []
+    found = [] if warmup_inputs is None else warmup_inputs()
+    if is_one_value(found):
+        raise TypeError(f"they are a {type(found).__name__}; return a list of inputs")
+    inputs = list(found)
     if not inputs:
         return []
     _time_batch(model, inputs[:1])

@@ -432,6 +432,25 @@ def test_differing_siblings_cause_one_warning(
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("Tiny: ")
     assert "they differ in max_delay." in caplog.messages[0]
+    assert caplog.messages[0].endswith("make these equal")
+    for one in [*listeners, *connections]:
+        one.close()
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_name_is_advised_for_other_command_lines(
+    key: HostKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listeners: list[socket.socket] = []
+
+    def keep(listener: socket.socket) -> Any:
+        listeners.append(listener.dup())
+
+    connections = [connect(key, keep).connection]
+    monkeypatch.setattr(sys, "argv", ["app", "--port", "8001"])
+    connections.append(connect(make_key(True, {}, None, "Tiny"), keep).connection)
+    assert "they differ in the command line." in caplog.messages[0]
+    assert 'shared="a name of your choice"' in caplog.messages[0]
     for one in [*listeners, *connections]:
         one.close()
 

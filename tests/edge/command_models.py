@@ -34,6 +34,11 @@ class NoWeights(Doubler):
         raise FileNotFoundError("weights.pt")
 
 
+class TakesObjects(InferenceModel[Any, Any]):
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return [value.text for value in inputs]
+
+
 class OneAnswer(InferenceModel[Any, Any]):
     def infer(self, inputs: list[Any]) -> list[Any]:
         return inputs[:1]

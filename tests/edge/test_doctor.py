@@ -96,6 +96,16 @@ def test_inputs_come_from_file_or_module(tmp_path: Path) -> None:
         assert "t(4) = " in checks["batches"]["text"]
 
 
+def test_inputs_of_json_may_be_too_plain(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.json"
+    path.write_text('[{"text": "cat"}]')
+    code, checks = examine("command_models:TakesObjects", "--inputs", str(path))
+    assert code == 1
+    (wrong,) = [one for one in checks.values() if one["level"] == "bad"]
+    assert "'dict' object has no attribute 'text'" in wrong["text"]
+    assert wrong["remedy"].endswith("give other objects as --inputs module:name")
+
+
 def test_log_level_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
     level = logging.getLogger("fast_batcher").level

@@ -253,8 +253,8 @@ def test_wrong_use_is_told(use: Any, named: str) -> None:
 # --- pytest ---------------------------------------------------------------------------------------
 
 
-def run_pytest(directory: Path, *options: str, **run_options: Any) -> str:
-    """Run pytest as a user does, and return its output."""
+def run_pytest(directory: Path, *options: str, status: int = 0, **run_options: Any) -> str:
+    """Run pytest as a user does until it ends with this status, and return its output."""
     paths = [str(ROOT), str(ROOT / "tests" / "edge"), str(directory)]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly"]
     done = run_command(
@@ -263,8 +263,8 @@ def run_pytest(directory: Path, *options: str, **run_options: Any) -> str:
         env={"PYTHONPATH": ":".join(paths), "PATH": ""},
         **run_options,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return str(done.stdout)
+    assert done.returncode == status, done.stdout + done.stderr
+    return str(done.stdout + done.stderr)
 
 
 @pytest.mark.slow
@@ -309,6 +309,14 @@ def test_the_fixture_has_the_scope_of_the_settings(
     (tmp_path / "doubler.py").write_text(MODEL)
     (tmp_path / "test_doubler.py").write_text(TESTS.replace("BATCHES", str(batches)))
     assert "2 passed" in run_pytest(tmp_path, "-o", f"batcher_kit_scope={scope}")
+
+
+@pytest.mark.slow
+def test_an_unknown_scope_is_told(tmp_path: Path) -> None:
+    said = run_pytest(
+        tmp_path, "-o", "batcher_kit_scope=banana", status=pytest.ExitCode.USAGE_ERROR
+    )
+    assert said.strip().startswith("ERROR: batcher_kit_scope = 'banana': give one of")
 
 
 @pytest.mark.slow

@@ -687,7 +687,12 @@ async def test_environments_that_differ_get_their_own_answers(
 
 @pytest.mark.parametrize("is_imported", [False, True])
 async def test_a_changed_model_file_gets_another_host(
-    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_imported: bool
+    hosts: Hosts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    is_imported: bool,
 ) -> None:
     """Also if the API process does not import the model."""
     package = tmp_path / "changing"
@@ -714,6 +719,8 @@ async def test_a_changed_model_file_gets_another_host(
         monkeypatch.setitem(sys.modules, "changing.model", module)
     async with opened(1) as before, opened(2) as after:
         assert [await one.process_batched(0) for one in (before, after)] == [1, 2]
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "the file of the model's module has changed" in warning
 
 
 @pytest.mark.parametrize("changed", ["helper.py", "weights.txt", "folder/of/weights.txt"])

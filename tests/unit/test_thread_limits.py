@@ -51,7 +51,12 @@ def test_user_settings_win() -> None:
     environ = {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "", "OTHER": "kept"}
     environment = worker_environment(environ, 3, None)
     assert environment | environ == environment
-    assert environment["OPENBLAS_NUM_THREADS"] == "3"
+    # Every library reads the first unless it has its own.
+    assert environment["OPENBLAS_NUM_THREADS"] == "7"
+    nested = worker_environment({"OMP_NUM_THREADS": " 5,2"}, 3, None)
+    assert (nested["OMP_NUM_THREADS"], nested["MKL_NUM_THREADS"]) == (" 5,2", "5")
+    own = worker_environment({"OMP_NUM_THREADS": "", "MKL_NUM_THREADS": "7"}, 3, None)
+    assert (own["OPENBLAS_NUM_THREADS"], own["MKL_NUM_THREADS"]) == ("3", "7")
     assert worker_environment({}, 3, "GPU-5") == {
         **dict.fromkeys(THREAD_VARIABLES, "3"),
         "CUDA_VISIBLE_DEVICES": "GPU-5",

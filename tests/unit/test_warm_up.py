@@ -70,6 +70,7 @@ def test_failing_warm_up_raises() -> None:
     for model, text in {
         WarmsUpBadly(): "OutputMismatchError: infer returned 0 outputs for 1",
         RaisesOnWarmUp(): "ValueError: too cold",
+        Warm("abc"): "TypeError: they are a str; return a list",
         Warm(5): "TypeError: 'int' object is not iterable",  # type: ignore[arg-type]  # wrong on purpose
     }.items():
         with pytest.raises(WorkerStartupError, match=rf"during warm-up .*warmup_inputs.*{text}"):
