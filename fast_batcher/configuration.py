@@ -57,8 +57,8 @@ def find_options(batcher: str) -> dict[str, Outside]:
         ConfigurationError: An option is unknown, can be given by the code alone, or has a value out
             of range; or the file cannot be read.
     """
-    path = os.environ.get(FILE_VARIABLE)
-    found = {} if path is None else dict(_read_file(Path(path), batcher))
+    path = _find_file()
+    found = {} if path is None else dict(_read_file(path, batcher))
     return found | dict(_read_environment(os.environ, batcher))
 
 
@@ -69,8 +69,8 @@ def find_similar(batcher: str) -> list[str]:
         ConfigurationError: The file cannot be read.
     """
     label = _label_of(batcher)
-    path = os.environ.get(FILE_VARIABLE)
-    tables = {} if path is None else _load(Path(path)).get(TABLE, {})
+    path = _find_file()
+    tables = {} if path is None else _load(path).get(TABLE, {})
     owners = {f"{path}: [{TABLE}.{name}]": _label_of(name) for name in tables}
     for variable in os.environ:
         if variable.startswith(PREFIX) and SEPARATOR in variable:
@@ -80,6 +80,13 @@ def find_similar(batcher: str) -> list[str]:
         for source, owner in owners.items()
         if owner != label and get_close_matches(owner, [label])
     ]
+
+
+def _find_file() -> Path | None:
+    name = os.environ.get(FILE_VARIABLE)
+    if name == "":
+        raise ConfigurationError(f"{FILE_VARIABLE} is empty: name a file, or unset the variable")
+    return None if name is None else Path(name)
 
 
 def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tuple[str, Outside]]:
@@ -120,7 +127,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         data = _load_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{FILE_VARIABLE}={str(path)!r}: {error}") from error
     if not _is_table(data):
         raise ConfigurationError(f"{path}: it must be a table of options, by name")

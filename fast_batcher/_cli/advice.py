@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, isfinite
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -285,6 +285,8 @@ def read_moments(path: Path) -> list[float]:
         moments = sorted(float(line) for line in path.read_text().split())
     except (OSError, ValueError) as error:
         raise TargetError(f"{path}: {error}; write one moment in seconds in each line") from None
+    if not all(map(isfinite, moments)):
+        raise TargetError(f"{path}: write finite moments")
     if len(moments) < 2 or moments[0] == moments[-1]:
         raise TargetError(f"{path}: give the moments of several arrivals")
     return [moment - moments[0] for moment in moments]

@@ -185,12 +185,12 @@ def bench(
 
 
 def _parse_url(url: str) -> tuple[Target, str]:
-    parts = urlsplit(url)
-    if parts.scheme == "https":
-        raise typer.BadParameter(
-            f"{url}: https is not supported; measure the server behind the proxy, over http"
-        )
     try:
+        parts = urlsplit(url)
+        if parts.scheme == "https":
+            raise typer.BadParameter(
+                f"{url}: https is not supported; measure the server behind the proxy, over http"
+            )
         port = parts.port or 80
     except ValueError as error:
         raise typer.BadParameter(f"{url}: {error}") from None

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,6 +111,12 @@ async def _check_target(target: str, inputs: str | None) -> list[Check]:
     return checks
 
 
+def _check_rate(rate: float | None) -> float | None:
+    if rate is not None and not 0 < rate < inf:
+        raise typer.BadParameter(f"{rate:g}: give a number above 0")
+    return rate
+
+
 @app.command()
 def tune(
     target: Annotated[
@@ -123,9 +129,14 @@ def tune(
             "a list or of a function that returns one."
         ),
     ],
-    most: Annotated[int, typer.Option("--most", help="Largest max_batch_size to try.")] = 128,
+    most: Annotated[
+        int, typer.Option("--most", min=1, help="Largest max_batch_size to try.")
+    ] = 128,
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second to serve; default 80 % of a worker's.")
+        float | None,
+        typer.Option(
+            callback=_check_rate, help="Requests per second to serve; default 80 % of a worker's."
+        ),
     ] = None,
     arrivals: Annotated[
         Path | None, typer.Option(help="Moments of real arrivals in seconds, one a line.")
@@ -133,7 +144,9 @@ def tune(
     within: Annotated[
         str | None, typer.Option("--target", help="Time for 95 % of the answers: 50ms, 0.2s.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Most workers that the machine has room for.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Most workers that the machine has room for.")
+    ] = 1,
     write: Annotated[
         Path | None,
         typer.Option(callback=check_folder, help="Write the settings to this TOML file."),

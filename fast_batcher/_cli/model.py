@@ -54,7 +54,7 @@ def _find_object(target: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == module_name
         remedy = "; run the command in the folder that has it" if is_missing else ""
         raise TargetError(
@@ -147,7 +147,10 @@ def read_inputs(source: str) -> list[Any]:
     path = Path(source)
     if not path.exists() and re.fullmatch(r"[\w.]+:[\w.]+", source):
         found = _find_object(source)
-        found = found() if callable(found) else found
+        try:
+            found = found() if callable(found) else found
+        except Exception as error:
+            raise TargetError(f"{source}() raised {type(error).__name__}: {error}") from error
         if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
             raise TargetError(f"{source} is a {type(found).__name__}: name a list of inputs")
         found = list(found)
@@ -165,7 +168,7 @@ def _parse_inputs(path: Path) -> list[Any]:
             found = json.loads(text)
         except ValueError:
             return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(
             f"{path}: no inputs can be read: {error}; give a file with a JSON list, or with one "
             "JSON value in each line, or module:name of a list"

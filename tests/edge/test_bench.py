@@ -212,6 +212,7 @@ def test_wrong_clients_are_refused(text: str) -> None:
         ("a:80/b", "write it like http://"),
         ("http:///b", "write it like http://"),
         ("http://a:99999/", "Port out of range"),
+        ("http://[::1", "Invalid IPv6 URL"),
     ],
 )
 def test_a_wrong_url_is_refused(url: str, message: str) -> None:

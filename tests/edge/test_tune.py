@@ -24,7 +24,7 @@ from fast_batcher._cli.advice import (
     run_for_real,
 )
 from fast_batcher._cli.main import app
-from fast_batcher._cli.model import Measurement, TargetError
+from fast_batcher._cli.model import Measurement, TargetError, read_inputs
 from fast_batcher._cli.virtual import Simulation, poisson
 from fast_batcher.errors import QueueFullError
 
@@ -176,6 +176,10 @@ async def test_a_real_run_counts_what_fails() -> None:
     ("option", "message"),
     [
         (["--target", "soon"], "write a time"),
+        (["--rate", "nan"], "nan: give a number above 0"),
+        (["--rate", "0"], "0: give a number above 0"),
+        (["--most", "0"], "--most"),
+        (["--workers", "0"], "--workers"),
         (["--write", "missing/a.toml"], "there is no folder missing"),
         (["--picture", "missing/a.svg"], "there is no folder missing"),
     ],
@@ -184,6 +188,36 @@ def test_a_wrong_option_is_told_before_measuring(option: list[str], message: str
     done = CliRunner().invoke(app, ["tune", "no_module:Model", "--inputs", "none.json", *option])
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_moments_must_be_finite(tmp_path: Path) -> None:
+    path = tmp_path / "arrivals.txt"
+    path.write_text("0\nnan\n1\n")
+    with pytest.raises(TargetError, match="write finite moments"):
+        read_moments(path)
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "message"),
+    [
+        ("quits", "raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
+        ("raises", "def inputs(): raise KeyError('x')", r"raises:inputs\(\) raised KeyError: 'x'"),
+    ],
+)
+def test_modules_of_inputs_may_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str, message: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(TargetError, match=message):
+        read_inputs(f"{module}:inputs")
+
+
+def test_deeply_nested_inputs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(TargetError, match="no inputs can be read"):
+        read_inputs(str(path))
 
 
 @pytest.mark.slow

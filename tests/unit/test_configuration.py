@@ -231,6 +231,18 @@ def test_a_missing_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal().startswith("FAST_BATCHER_CONFIG='/nowhere/batchers.toml': ")
 
 
+def test_an_empty_file_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", "")
+    assert refusal().startswith("FAST_BATCHER_CONFIG is empty: name a file")
+
+
+def test_deeply_nested_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "batchers.yaml"
+    path.write_text("timeout: " + "[" * 5000)
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    assert refusal().startswith(f"FAST_BATCHER_CONFIG='{path}': ")
+
+
 def test_contradicting_options_are_named_with_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
