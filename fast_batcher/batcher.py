@@ -330,7 +330,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         method: str | None = None,
     ) -> list[Any]:
         """Wait for the outputs of many inputs of one method; see `process_many`."""
-        if is_one_value(values) or not isinstance(values, Iterable):
+        if is_one_value(values):
             called = "process_many" if method is None else f"methods.{method}.process_many"
             raise ConfigurationError(
                 f"{called}: values is of type {type(values).__name__}: give a list of inputs; "

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -168,6 +169,25 @@ async def test_broken_batcher_is_closed_at_the_end(tmp_path: Path) -> None:
         with BatcherKit(), pytest.raises(WorkerStartupError):
             await batcher.process_batched(1)
         assert batcher.state == "closed"
+
+
+class EndsSlowly(Echo):
+    """Cannot be loaded, and takes some time to be removed, after the parent was told."""
+
+    def __init__(self) -> None:
+        self.kept = Remains()
+        raise FileNotFoundError("weights")
+
+
+class Remains:
+    def __del__(self) -> None:
+        time.sleep(0.3)
+
+
+async def test_worker_of_a_failed_start_is_awaited() -> None:
+    """The check of each test finds its thread otherwise."""
+    with BatcherKit(), pytest.raises(WorkerStartupError, match="weights"):
+        await DynBatcher(EndsSlowly).open()
 
 
 async def test_abandoned_worker_computes_nothing() -> None:
