@@ -190,6 +190,29 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         output["measured"] = MEASURED
 
 
+class Failures:
+    """Prints each failure at once: a run that is stopped from outside prints no summary."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print it, if it is one."""
+        if report.failed:
+            self._terminal.section(f"{report.when} of {report.nodeid}")
+            self._terminal.write_line(report.longreprtext)
+            for title, text in report.sections:
+                self._terminal.write_line(f"{title}:\n{text}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Print failures in the process that has the terminal."""
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(Failures(terminal))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take it over."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import fork, status_of
 from paths import PYTHONPATH
 from tiny_host import EARLY, LATE, ask, launch, open_host
 from waits import LIMIT
@@ -533,20 +534,22 @@ def test_each_side_refuses_a_peer_of_another_user(tmp_path: Path) -> None:
     listening, tell_listening = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
         listener.bind(path)
-        child = os.fork()
-        if child == 0:
+
+        def refuse() -> int:
             os.setuid(12345)
             listener.listen()
             os.write(tell_listening, b"x")
             try:
                 check_peer(listener.accept()[0])
             except PermissionError:
-                os._exit(7)
-            os._exit(0)
-        os.read(listening, 1)
+                return 7
+            return 0
+
+        child = fork(refuse)
+        os.close(tell_listening)
+        assert os.read(listening, 1) == b"x"
         connection.connect(path)
         with pytest.raises(PermissionError, match="belongs to user 12345"):
             check_peer(connection)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert status_of(child) == 7
     os.close(listening)
-    os.close(tell_listening)

@@ -1,7 +1,7 @@
 """The test kit: what it refuses, what it leaves, and how pytest runs with it."""
 
 import asyncio
-import multiprocessing
+import os
 import re
 import signal
 import sys
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
+from forks import fork, status_of
 from models.base import Echo
 from models.ordinary import Whereabouts
 from models.shared import NeedsFile
@@ -215,19 +216,20 @@ class Counts(Echo):
 
 @pytest.mark.slow
 async def test_closing_does_not_wait_for_a_forked_child() -> None:
+    def wait() -> int:
+        signal.pause()
+        return 0
+
     with BatcherKit():
         batcher = DynBatcher(Echo, stop_timeout=LIMIT)
         await batcher.open()
-        lasting = multiprocessing.get_context("fork").Process(target=signal.pause)
         with warnings.catch_warnings():
             # From Python 3.12 on: there are threads.
             warnings.simplefilter("ignore", DeprecationWarning)
-            lasting.start()
+            lasting = fork(wait)
         await batcher.aclose()
-        assert lasting.is_alive()
-        lasting.kill()
-        lasting.join()
-        lasting.close()
+        os.kill(lasting, signal.SIGKILL)
+        assert status_of(lasting) == -signal.SIGKILL
 
 
 async def test_inner_hold_ends_before_the_outer_one() -> None:

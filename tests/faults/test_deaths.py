@@ -158,6 +158,8 @@ async def test_request_is_poison_after_two_host_deaths(
         await gate.visit()
         hosts.kill(link_of(batcher).pid)
         await gate.visit()
+        # The batcher counts the death of a host that, as far as it knows, has workers.
+        await until(lambda: batcher.is_ready)
         late = call(batcher, 7)
         await turns()
         hosts.kill(link_of(batcher).pid)

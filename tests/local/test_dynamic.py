@@ -8,15 +8,14 @@ import copy
 import functools
 import gc
 import inspect
-import os
 import pickle
-import signal
 import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from forks import fork, status_of
 from gated_functions import GatedFunction, InThread, spin_until
 from programs import CALL_WHILE_ENDING, run_program
 from waits import LIMIT
@@ -428,13 +427,13 @@ def test_a_forked_child_begins_anew() -> None:
         gated.next_batch()
         waiting = InThread(function, 2)
         spin_until(lambda: function.stats.queue_size == 1)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(round(LIMIT))  # or it would outlive a test that fails
+
+        def use() -> int:
             gated.let_on(1)
-            os._exit(function(3))
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 6
+            result: int = function(3)
+            return result
+
+        assert status_of(fork(use)) == 6
         gated.let_on(2)
         assert (call.result(), waiting.result()) == (2, 4)
 

@@ -1,8 +1,7 @@
 """Behaviour of objects at a fork."""
 
-import os
-
 import pytest
+from forks import fork, status_of
 
 from fast_batcher._process import at_fork
 
@@ -24,10 +23,7 @@ class Noted:
 
 def test_objects_are_notified_around_a_fork() -> None:
     noted = Noted()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(noted.told != ["before", "child"])
-    assert os.waitpid(pid, 0)[1] == 0
+    assert status_of(fork(lambda: noted.told != ["before", "child"])) == 0
     assert noted.told == ["before", "parent"]
 
 
@@ -35,8 +31,5 @@ def test_deleted_object_is_not_notified() -> None:
     gone, kept = Noted(), Noted()
     told = gone.told
     del gone
-    pid = os.fork()
-    if pid == 0:
-        os._exit(kept.told != ["before", "child"])
-    assert os.waitpid(pid, 0)[1] == 0
+    assert status_of(fork(lambda: kept.told != ["before", "child"])) == 0
     assert told == []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from forks import fork, status_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -306,10 +307,7 @@ def test_allocated_array_is_sent_without_a_copy(harness: SenderHarness, size: in
 def test_memory_of_forked_child_is_not_reused(harness: SenderHarness, forks: bool) -> None:
     array = allocated(harness, 1)
     if forks:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
+        assert status_of(fork(lambda: 0)) == 0
     harness.dispatch(harness.arrive(array))
     del array
     harness.read()

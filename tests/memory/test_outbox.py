@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import fork, status_of
 from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
@@ -257,9 +258,5 @@ def test_unmappable_outbox_reports_the_reason(outbox: OutboxReader) -> None:
 @pytest.mark.slow
 def test_forked_app_releases_its_copy(outbox: OutboxReader, writer: OutboxWriter) -> None:
     left(writer, np.zeros(LARGE))
-    pid = os.fork()
-    if pid == 0:
-        os._exit(outbox.is_open)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0
+    assert status_of(fork(lambda: outbox.is_open)) == 0
     assert outbox.is_open

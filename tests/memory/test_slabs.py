@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from forks import fork, status_of
 from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
@@ -218,30 +220,21 @@ def progress(views: SlabViews) -> Iterator[WorkerProgress]:
 
 
 class Child:
-    """A forked child of this process, which lives until it is told to end.
+    """A forked child of this process, which lives until it is told to end."""
 
-    Args:
-        in_between: Whether it forks a child that takes its place, and ends.
-    """
-
-    def __init__(self, *, in_between: bool = False) -> None:
+    def __init__(self) -> None:
         source, self._sink = os.pipe()
-        pid = os.fork()
-        if pid == 0:
+
+        def wait() -> int:
             os.close(self._sink)
-            if not in_between or os.fork() == 0:
-                os.read(source, 1)
-            os._exit(0)
+            return len(os.read(source, 1))
+
+        self._pid = fork(wait)
         os.close(source)
-        self._pid = pid
-        if in_between:
-            os.waitpid(pid, 0)
-            self._pid = 0
 
     def end(self) -> None:
         os.close(self._sink)
-        if self._pid:
-            os.waitpid(self._pid, 0)
+        assert status_of(self._pid) == 0
 
 
 @pytest.mark.slow
@@ -285,11 +278,12 @@ def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
     view = slabs.view(BATCH)[start : start + length]
     sender.send(bytes(view[:5]))
     source, sink = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def wait() -> int:
         os.close(sink)
-        os.read(source, 1)
-        os._exit(0)
+        return len(os.read(source, 1))
+
+    pid = fork(wait)
     del view
     sender.send(slabs.take_freed())
     os.close(sink)
@@ -321,10 +315,8 @@ def test_forked_views_keep_memory_of_other_process() -> None:
 def test_forked_app_releases_its_copy(slabs: Slabs) -> None:
     write(slabs, taken(slabs, MEBI), bytes(MEBI))
     with slabs._lock:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(slabs._fd != -1)
-    assert os.waitpid(pid, 0)[1] == 0
+        pid = fork(lambda: slabs._fd != -1)
+    assert status_of(pid) == 0
     assert memory_of(slabs._fd) == MEBI
 
 
@@ -373,9 +365,11 @@ def test_memory_stays_until_the_copy_ends() -> None:
 
 @pytest.mark.slow
 def test_failed_mapping_is_an_error(slabs: Slabs) -> None:
-    pid = os.fork()
-    if pid == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (MEBI, MEBI))
+    def refused() -> bool:
+        # Enough for the interpreter.
+        most = psutil.Process().memory_info().vms + SIZE // 2
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
         duplicate = SimpleNamespace(detach=lambda: os.dup(slabs._fd))
-        os._exit(isinstance(open_passed(SlabViews, duplicate, SIZE), OSError))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+        return isinstance(open_passed(SlabViews, duplicate, SIZE), OSError)
+
+    assert status_of(fork(refused)) == 1
