@@ -189,11 +189,13 @@ class BatcherKit:
             batcher: Name of the batcher whose calls fail; None for the next calls of any.
 
         Raises:
-            ConfigurationError: `count` is invalid, `error` is not an exception, or its class takes
-                other arguments than a text.
+            ConfigurationError: `count` is invalid, `error` is not an exception, its class takes
+                other arguments than a text, or `batcher` is not a name.
         """
         COUNT.check("count", count)
         made = _make_instance(error)
+        if not isinstance(batcher, str | None):
+            raise ConfigurationError(f"batcher={batcher!r:.100}: give the name of the batcher")
         with self._lock:
             self._faults.append(_Fault(made, batcher, count))
 

@@ -261,6 +261,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda kit: kit.hold(0).__enter__(), "until=0"),
     (lambda kit: kit.fail_next("error"), "error='error'"),
     (lambda kit: kit.fail_next(ValueError, 0), "count=0"),
+    (lambda kit: kit.fail_next(ValueError, batcher=DynBatcher(Echo)), "batcher=<.*the name"),
     (lambda kit: kit.fail_next(UnicodeDecodeError), "UnicodeDecodeError.*give an instance"),
     (lambda kit: setattr(BatcherKit("processes"), "latency", 1), "latency=1"),
 ]
