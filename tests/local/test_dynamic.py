@@ -429,7 +429,8 @@ def test_a_forked_child_begins_anew() -> None:
         spin_until(lambda: function.stats.queue_size == 1)
 
         def use() -> int:
-            gated.let_on(1)
+            # A thread that the child does not have may hold the lock of the parent's gate.
+            gated.renew_gate(1)
             result: int = function(3)
             return result
 

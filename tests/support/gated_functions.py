@@ -25,7 +25,7 @@ class GatedFunction:
         # The batches that have begun, in their order.
         self.batches: list[list[Any]] = []
         self._begun: SimpleQueue[list[Any]] = SimpleQueue()
-        self._gate = threading.Semaphore(0)
+        self.renew_gate(0)
 
     def __call__(self, items: list[Any]) -> list[Any]:
         self.batches.append(list(items))
@@ -40,6 +40,10 @@ class GatedFunction:
     def let_on(self, batches: int = 1) -> None:
         """Let this number of batches end."""
         self._gate.release(batches)
+
+    def renew_gate(self, batches: int) -> None:
+        """Make another gate, which lets on this number of batches."""
+        self._gate = threading.Semaphore(batches)
 
 
 class GatedCoroutine:
