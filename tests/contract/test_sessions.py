@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from fastapi import HTTPException, UploadFile
 from models.base import Echo
-from models.crashing import Crashes, Stuck
+from models.crashing import Stuck
 from models.large import Digests, MakesLarge, digest, fingerprint, make_large
 from models.ordinary import Gated, GatedOnLoad, Grows, Holds, Slow
 from models.raising import CodedError, FailsAtGate, FailsPositions, Numbers, Raises
 from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
-from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, Web
+from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, NeedsFileAndDies, Web
 from models.stages import InStages
 from sessions import Make, own_directory
 from sessions import make as make_in_processes
@@ -449,19 +449,19 @@ async def test_retry_sees_original_inputs(
     assert_balance(batcher)
 
 
-async def test_spent_restarts_reject_calls(make_in_processes: Make) -> None:
-    options: dict[str, Any] = {"max_restarts": 1, "restart_window": 1.0, "restart_backoff": 0.3}
-    async with make_in_processes(Crashes, **options) as batcher:
-        error = None
-        for _ in range(4):
-            error = await outcome(call(batcher, "killed"))
-            if isinstance(error, NotReadyError):
-                break
-        assert isinstance(error, NotReadyError | PoisonRequestError)
+async def test_spent_restarts_reject_calls(make_in_processes: Make, tmp_path: Path) -> None:
+    needed = tmp_path / "weights"
+    needed.touch()
+    options: dict[str, Any] = {"max_restarts": 0, "restart_window": 0.2}
+    arguments = (str(needed),)
+    async with make_in_processes(NeedsFileAndDies, model_args=arguments, **options) as batcher:
+        needed.unlink()
+        assert isinstance(await outcome(call(batcher, "poison")), NotReadyError)
         await until(lambda: batcher.state == "broken")
         error = await outcome(call(batcher, "x"))
         assert isinstance(error, NotReadyError)
         assert error.retry_after is not None
+        needed.touch()
         await until(lambda: batcher.is_ready)
         assert await batcher.process_batched("fine") == "fine"
 

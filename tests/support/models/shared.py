@@ -75,3 +75,12 @@ class Chatty(InferenceModel[Any, Any]):
         for _ in inputs:
             logging.getLogger("models.chatty").warning("x" * 50_000)
         return inputs
+
+
+class NeedsFileAndDies(NeedsFile):
+    """Loads only if there is such a file; dies whenever "poison" is in a batch."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        if "poison" in inputs:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inputs
