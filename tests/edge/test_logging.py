@@ -96,10 +96,11 @@ async def test_log_flood_loses_no_answer(
 @both_loops
 async def test_each_start_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fast_batcher")
-    options: dict[str, Any] = {"devices": ["cpu:0", "cpu"], "model_args": [[1, 2]]}
+    devices = [f"cpu:{min(os.sched_getaffinity(0))}", "cpu"]
+    options: dict[str, Any] = {"devices": devices, "model_args": [[1, 2]]}
     async with DynBatcher(Warm, 4, name="tiny", **options):
         lines = [one.getMessage() for one in caplog.records if "worker" in one.getMessage()]
-    for index, device in enumerate(options["devices"]):
+    for index, device in enumerate(devices):
         (line,) = [one for one in lines if one.startswith(f"tiny: worker {index} ")]
         assert re.search(rf"pid \d+\) ready in \d+\.\d s on {device}, \d+ MiB, warm-up ", line)
         assert re.search(r"warm-up t\(1\)=\S+ ms t\(4\)=\S+ ms$", line)
