@@ -298,7 +298,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_an_endpoint_is_measured_with_made_bodies(url: str, tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     done = bench(
-        *(f"{url}/length", "--clients", "1,2", "--rates", "50%,20", "--seconds", "0.2"),
+        *(f"{url}/length", "--clients", "1,2", "--rates", "50%,20", "--seconds", "1"),
         *("--repetitions", "1", "--json", "-", "--picture", str(picture)),
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -36,7 +36,7 @@ async def test_records_arrive_with_their_level_attributes_and_worker(
 ) -> None:
     caplog.set_level(logging.ERROR, "fast_batcher")
     caplog.set_level(logging.INFO)
-    async with DynBatcher(Logs, name="tiny") as batcher:
+    async with DynBatcher(Logs, name="tiny", stop_timeout=LIMIT) as batcher:
         assert await batcher.process_batched("one") == "one"
     records = [one for one in caplog.records if one.process != os.getpid()]
     texts = [one.getMessage()[:30] for one in records]

@@ -89,7 +89,7 @@ class Recorder(Observer):
 async def test_latency_lets_running_calls_expire() -> None:
     with BatcherKit() as kit:
         async with DynBatcher(Echo, timeout=0.01) as batcher:
-            kit.latency = 0.2
+            kit.latency = 2.0
             assert isinstance(await outcome(call(batcher, 1)), DeadlineExceededError)
             kit.reset()
             assert await batcher.process_batched(2, timeout=LIMIT) == 2

@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 from models.sharing import Shared
 from programs import PREAMBLE, Program, program
-from shared_hosts import Hosts, hosts
+from shared_hosts import Hosts, hosts, join_reapers
 from waits import LIMIT, ONE_LOOP, SOON, Gate, Watch, call, measured, outcome, turns, until
 
 from fast_batcher import (
@@ -45,8 +44,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Batcher = DynBatcher[Any, Any]
 Start = Callable[..., Program]
 
-REAPER = "fast_batcher-reaper"
-
 
 @pytest.fixture(scope="module")
 def anyio_backend() -> Any:
@@ -58,9 +55,7 @@ def anyio_backend() -> Any:
 def _reapers_end() -> Iterator[None]:
     """A host that was killed, or left to others, is reaped when it is dead."""
     yield
-    for thread in threading.enumerate():
-        if thread.name == REAPER:
-            thread.join(LIMIT)
+    join_reapers()
 
 
 @pytest.fixture

@@ -69,10 +69,12 @@ def test_exit_waits_only_for_the_running_batch() -> None:
     done = run_program(
         "import os, threading, time\n"
         "from fast_batcher import dynamically\n"
+        "from fast_batcher._local.engine import is_exiting\n"
         "begun = threading.Event()\n"
         "@dynamically(batch_size=1)\n"
         "def sleep(items):\n"
         "    begun.set()\n"
+        "    while not is_exiting(): time.sleep(0.001)\n"
         "    time.sleep(0.2)\n"
         "    os.write(1, b'computed\\n')\n"
         "    return items\n"

@@ -227,9 +227,7 @@ async def test_replacement_answers_requests_of_stopped_worker(
         assert await batcher.process_batched(None) != first
 
 
-async def test_worker_answering_pings_is_kept(
-    fast_heartbeat: float, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_worker_answering_pings_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """Fault F22."""
     caplog.set_level(logging.WARNING)
     async with DynBatcher(Whereabouts) as batcher:

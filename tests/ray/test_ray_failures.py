@@ -74,8 +74,7 @@ async def test_killed_actors_cost_no_request(cluster: RayCluster) -> None:
     async with loaded(batcher) as load:
         for restarts in (1, 2):
             load.pids.clear()
-            await load.more()
-            assert len(load.pids) == 2
+            await until(lambda: len(load.pids) == 2)
             os.kill(max(load.pids), signal.SIGKILL)
             await until(lambda: batcher.stats.restarts == restarts)  # noqa: B023
     assert load.errors == []
@@ -104,7 +103,7 @@ async def test_non_idempotent_request_fails_with_its_actor(cluster: RayCluster) 
 async def test_other_node_serves_after_node_death(cluster: RayCluster) -> None:
     batcher = DynBatcher(Placed, 4, model_args=[0.005], workers=SPREAD)
     async with loaded(batcher) as load:
-        assert len(load.pids) == 2
+        await until(lambda: len(load.pids) == 2)
         cluster.kill(OTHER)
         try:
             load.pids.clear()

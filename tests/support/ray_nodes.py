@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ import psutil
 import pytest
 from paths import PYTHONPATH
 from shared_hosts import Hosts
+from waits import LIMIT
 
 # Ray's own limits are made for networks: here a node that does not answer is dead.
 FAST = {
@@ -146,9 +148,12 @@ class Keeper:
         )
         assert node.stdout is not None
         said = []
+        watchdog = threading.Timer(LIMIT, os.killpg, (node.pid, signal.SIGKILL))
+        watchdog.start()
         while "Ray runtime started" not in (line := node.stdout.readline()):
             said.append(line)
             assert line, f"the node has ended: {''.join(said)}"
+        watchdog.cancel()
         return self.address
 
     def kill(self, ip: str) -> None:

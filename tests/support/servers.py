@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -125,13 +125,18 @@ class Server:
         return str(self.wait_for(r"running on (http://[\d.:]+)")[1])
 
     def close(self) -> None:
-        self.process.kill()
+        self._kill()
         self.process.communicate()
+
+    def _kill(self) -> None:
+        """Kill it with the processes that it has started, which write to the same pipe."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     @contextmanager
     def _killed_after_limit(self) -> Iterator[None]:
         """Guard one wait: a server may live as long as the tests that share it."""
-        watchdog = threading.Timer(LIMIT, self.process.kill)
+        watchdog = threading.Timer(LIMIT, self._kill)
         watchdog.start()
         try:
             yield

@@ -3,14 +3,13 @@
 import functools
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import psutil
 import pytest
-from waits import LIMIT
+from shared_hosts import join_reapers
 
 from fast_batcher import DynBatcher
 from fast_batcher._host.client import RemoteSession
@@ -53,9 +52,7 @@ def own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     directory = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
     yield
-    for thread in threading.enumerate():
-        if thread.name == "fast_batcher-reaper":
-            thread.join(LIMIT)
+    join_reapers()
     shutil.rmtree(directory)
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -12,6 +13,13 @@ import psutil
 import pytest
 from paths import PYTHONPATH
 from waits import LIMIT, Watch
+
+
+def join_reapers() -> None:
+    """Wait for the hosts of this process that end: a thread waits for each."""
+    for thread in threading.enumerate():
+        if thread.name == "fast_batcher-reaper":
+            thread.join(LIMIT)
 
 
 class Hosts:
@@ -67,6 +75,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
         at_end.callback(_kill_all, hosts)
         yield hosts
         hosts.wait_until_nothing_lives()
+        join_reapers()
         assert [*hosts.notes.glob("two.*")] == []
 
 

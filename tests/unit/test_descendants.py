@@ -33,7 +33,7 @@ async def test_closing_ends_processes_of_a_models_executor() -> None:
     assert len(pids) == 2
     with Watch(pids) as processes:
         await close(batcher)
-        assert processes.survivors(0.0) == []
+        assert processes.survivors(LIMIT) == []
 
 
 @commands
@@ -42,7 +42,7 @@ async def test_children_of_model_end_with_worker(command: str) -> None:
     pid = await batcher.process_batched(command)
     with Watch([pid]) as process:
         await close(batcher)
-        assert process.survivors(0.0) == []
+        assert process.survivors(LIMIT) == []
 
 
 @commands
