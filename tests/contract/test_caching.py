@@ -20,7 +20,7 @@ from models.raising import Raises
 from models.versions import Versioned
 from paths import ROOT
 from programs import run_program
-from waits import LIMIT, ONE_LOOP, Gate, assert_balance, call, outcome, turns, until
+from waits import LIMIT, ONE_LOOP, SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -207,9 +207,9 @@ async def test_equal_inputs_survive_cancelled_callers(gate: Gate) -> None:
 async def test_joined_caller_has_its_own_deadline(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), cache=LRUCache(1)) as batcher:
         brief = call(batcher, "hold", timeout=0.2)
-        visit = await gate.visit()
         long = call(batcher, "hold")
         briefer = call(batcher, "hold", timeout=0.05)
+        visit = await gate.visit()
         for one in (briefer, brief):
             assert isinstance(await outcome(one), DeadlineExceededError)
         assert not long.done()
@@ -387,7 +387,7 @@ async def test_hits_are_answered_while_the_queue_is_full(gate: Gate) -> None:
 @pytest.mark.slow
 async def test_calls_end_while_the_cache_looks(caplog: pytest.LogCaptureFixture) -> None:
     memory = AsyncMemory()
-    async with DynBatcher(Slow, model_args=(0.0,), cache=memory, drain_timeout=0.05) as batcher:
+    async with DynBatcher(Slow, model_args=(0.0,), cache=memory, drain_timeout=SOON) as batcher:
         async with memory.lock:
             late, left = call(batcher, 1, timeout=0.05), call(batcher, 2)
             assert isinstance(await outcome(late), DeadlineExceededError)

@@ -20,6 +20,7 @@ from models.ordinary import GatedOnLoad, WritesAtExit
 from waits import LIMIT, SOON, Gate, Watch, turns
 
 from fast_batcher._observers import Observers
+from fast_batcher._parent import pool as pools
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerHandle, describe_exit
@@ -209,7 +210,10 @@ async def test_failed_process_start_leaves_nothing(
     assert pids_of(pool) == []
 
 
-async def test_frames_of_replaced_worker_are_dropped(told: Told, gate: Gate) -> None:
+async def test_frames_of_replaced_worker_are_dropped(
+    told: Told, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "TERMINATE_GRACE", LIMIT)
     pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=LIMIT)
     told.send(0, "stuck")
     await gate.visit()

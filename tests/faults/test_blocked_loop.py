@@ -17,6 +17,7 @@ from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 from fast_batcher import DeadlineExceededError, DynBatcher
 from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._parent.worker_process import WorkerHandle, WorkerProcess
+from fast_batcher._session import session
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -64,8 +65,9 @@ ANSWERS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("settings", [{"timeout": IN_TIME}, {"infer_timeout": IN_TIME}])
 @pytest.mark.parametrize("answer", ANSWERS)
 async def test_answer_during_blocked_loop_is_delivered(
-    settings: Any, answer: str, next_thing: str
+    settings: Any, answer: str, next_thing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(session, "REST_OF_FRAME", LIMIT)
     size, shared = ANSWERS[answer]
     async with DynBatcher(Grows, **settings, **shared) as batcher:
         handle = worker_of(batcher)
