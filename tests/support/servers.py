@@ -109,10 +109,7 @@ class Server:
                 self.output += line
                 if match := re.search(pattern, line):
                     return match
-        raise AssertionError(
-            f"the server ended, or was killed after {LIMIT:g} seconds, without a line like "
-            f"{pattern!r}:\n{self.output}"
-        )
+        raise AssertionError(f"the server ended without a line like {pattern!r}:\n{self.output}")
 
     def wait_for_exit(self) -> int:
         assert self.process.stdout is not None
@@ -136,13 +133,20 @@ class Server:
     @contextmanager
     def _killed_after_limit(self) -> Iterator[None]:
         """Guard one wait: a server may live as long as the tests that share it."""
-        watchdog = threading.Timer(LIMIT, self._kill)
+        was_late = threading.Event()
+
+        def kill() -> None:
+            was_late.set()
+            self._kill()
+
+        watchdog = threading.Timer(LIMIT, kill)
         watchdog.start()
         try:
             yield
         finally:
             watchdog.cancel()
             watchdog.join()
+            assert not was_late.is_set(), f"killed after {LIMIT:g} seconds:\n{self.output}"
 
 
 @contextmanager
