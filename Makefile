@@ -10,6 +10,8 @@ OLDEST_FASTAPI := $(shell sed -n 's/^fastapi = \["fastapi>=\(.*\)"\]/\1/p' pypro
 FASTAPI_TESTS := $(filter-out %servers.py,$(wildcard tests/fastapi/test_*.py))
 # What a user may install; the other extras are of this repository.
 EXTRAS := fastapi,json,prometheus,cli,settings,opentelemetry,ray,torch
+# Where it is set, each of the thousands of processes that the tests start compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests that run side by side, on two cores: they wait for processes a third of the time.
 JOBS ?= 3
 
