@@ -3,6 +3,7 @@
 Parent process, pytest's own thread.
 """
 
+import faulthandler
 import gc
 import os
 import resource
@@ -20,7 +21,7 @@ import pytest
 import uvloop
 from ray_nodes import cluster, nodes
 from shared_hosts import hosts
-from waits import MEASURED, Gate
+from waits import LIMIT, MEASURED, Gate
 
 # Fixtures of tests in several folders.
 __all__ = ["cluster", "hosts", "nodes"]
@@ -206,9 +207,26 @@ class Failures:
                 self._terminal.write_line(f"{title}:\n{text}")
 
 
+class TeardownGuard:
+    """Ends a process whose test hangs after a failure: pytest cancels its own guard then.
+
+    So that a debugger can be used; with `--pdb`, this one does nothing either.
+    """
+
+    def __init__(self) -> None:
+        # The standard error of pytest; a test's own is captured.
+        self._stderr = os.dup(2)
+
+    def pytest_exception_interact(self, node: pytest.Item | pytest.Collector) -> None:
+        """Guard what is left of the test; pytest cancels it at its end."""
+        if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):
+            faulthandler.dump_traceback_later(3 * LIMIT, exit=True, file=self._stderr)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Print failures in the process that has the terminal."""
+    """Guard teardowns; print failures in the process that has the terminal."""
+    config.pluginmanager.register(TeardownGuard())
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):
         config.pluginmanager.register(Failures(terminal))
 

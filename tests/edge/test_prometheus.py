@@ -392,12 +392,9 @@ def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def two_servers(serve: Callable[..., Server], metrics_folder: Path) -> Iterator[Server]:
+def two_servers(serve: Callable[..., Server], metrics_folder: Path) -> Server:
     options = ("--workers", "2", "--no-access-log")
-    server = serve("metrics_app:app", *options, folder=Path(__file__).parent)
-    yield server
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGKILL)
+    return serve("metrics_app:app", *options, folder=Path(__file__).parent)
 
 
 @has_prometheus

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from paths import SUPPORT
 from server_load import GUNICORN, UNDER_WAY, URL, Load, load
-from servers import Gate, Server, find_free_port, gate, get, serve, thread
+from servers import Gate, Server, find_free_port, gate, get, serve, thread, wait_until_listening
 from waits import LIMIT, measured
 
 __all__ = ["gate", "load", "serve", "thread"]
@@ -159,6 +159,7 @@ def test_reloading_leaves_the_number_of_workers_unchanged(
     for number in range(6):
         seen.add(reloaded.wait_for(SAID)[2])
         reloaded.wait_for("Application startup complete")
+        wait_until_listening(url)
         assert get(f"{url}/readyz").status_code == 200
         # Two batchers with a worker each, and the server itself, which uvicorn spawns as well.
         assert len(workers_below(reloaded.process.pid)) == 3
@@ -187,6 +188,7 @@ def test_each_server_process_has_its_own_batcher(
     assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == count
     assert all(parent == one for one, _, parent in said)
     server.wait_for("Application startup complete")
+    wait_until_listening(url)
     assert get(f"{url}/readyz").status_code == 200
     end_quietly(server)
     assert not re.search("Traceback|leaked", server.output)

@@ -164,6 +164,19 @@ def run_server(app: str, folder: Path, **options: Any) -> Iterator[str]:
         server.close()
 
 
+def wait_until_listening(url: str) -> None:
+    """Wait for a process of uvicorn that shares a socket: it listens after the start of its app."""
+    address = urlsplit(url)
+    assert address.hostname is not None
+    deadline = monotonic() + LIMIT
+    while monotonic() < deadline:
+        with suppress(ConnectionRefusedError):
+            socket.create_connection((address.hostname, address.port or 80), LIMIT).close()
+            return
+        os.sched_yield()
+    raise AssertionError(f"nobody listens at {url}")
+
+
 def find_free_port() -> int:
     """A port for a server that does not tell which one it has chosen."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
