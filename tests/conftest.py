@@ -208,9 +208,9 @@ class Failures:
 
 
 class TeardownGuard:
-    """Ends a process whose test hangs after a failure: pytest cancels its own guard then.
+    """Ends a process whose test hangs after a failure.
 
-    So that a debugger can be used; with `--pdb`, this one does nothing either.
+    pytest cancels its own guard at a failure, because a debugger may follow.
     """
 
     def __init__(self) -> None:

@@ -149,6 +149,7 @@ class Keeper:
         assert node.stdout is not None
         said = []
         watchdog = threading.Timer(LIMIT, os.killpg, (node.pid, signal.SIGKILL))
+        watchdog.daemon = True
         watchdog.start()
         while "Ray runtime started" not in (line := node.stdout.readline()):
             said.append(line)
