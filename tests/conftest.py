@@ -21,7 +21,7 @@ import pytest
 import uvloop
 from ray_nodes import cluster, nodes
 from shared_hosts import hosts
-from waits import LIMIT, MEASURED, Gate
+from waits import MEASURED, Gate
 
 # Fixtures of tests in several folders.
 __all__ = ["cluster", "hosts", "nodes"]
@@ -220,7 +220,8 @@ class TeardownGuard:
     def pytest_exception_interact(self, node: pytest.Item | pytest.Collector) -> None:
         """Guard what is left of the test; pytest cancels it at its end."""
         if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):
-            faulthandler.dump_traceback_later(3 * LIMIT, exit=True, file=self._stderr)
+            limit = float(node.config.getini("faulthandler_timeout"))
+            faulthandler.dump_traceback_later(limit, exit=True, file=self._stderr)
 
 
 @pytest.hookimpl(trylast=True)

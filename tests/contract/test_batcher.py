@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import anyio
 import psutil
@@ -567,6 +567,18 @@ async def test_process_many_rejects_a_single_value(value: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"of type .*: give a list of inputs"):
             await process_many(value)
     await batcher.aclose()
+
+
+class Pages:
+    """A sequence without `__iter__`."""
+
+    def __getitem__(self, index: int) -> int:
+        return [10, 20, 30][index]
+
+
+async def test_process_many_takes_a_sequence_without_iter() -> None:
+    async with DynBatcher(Echo) as batcher:
+        assert await batcher.process_many(cast("Any", Pages())) == [10, 20, 30]
 
 
 async def test_process_many_with_default_timeout_is_not_rejected() -> None:

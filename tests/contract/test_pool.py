@@ -213,6 +213,7 @@ async def test_failed_process_start_leaves_nothing(
 async def test_frames_of_replaced_worker_are_dropped(
     told: Told, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # However late the worker handles SIGTERM, it is not killed.
     monkeypatch.setattr(pools, "TERMINATE_GRACE", LIMIT)
     pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=LIMIT)
     told.send(0, "stuck")

@@ -192,14 +192,13 @@ async def test_cancelled_requests_harm_no_other(make: Make, gate: Gate) -> None:
 
 
 @pytest.fixture
-def patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client of a host leaves each deadline to it, however late it is."""
     monkeypatch.setattr(host, "GRACE", LIMIT)
 
 
-async def test_deadlines_end_waiting_and_running_requests(
-    make: Make, gate: Gate, patient_client: None
-) -> None:
+@pytest.mark.usefixtures("_patient_client")
+async def test_deadlines_end_waiting_and_running_requests(make: Make, gate: Gate) -> None:
     async with make(Batches, 2, model_args=(gate.path,), timeout=SOON_IN_WORKER) as batcher:
         running = [call(batcher, "hold"), call(batcher, 1, timeout=LIMIT)]
         visit = await gate.visit()
@@ -218,9 +217,8 @@ async def test_deadlines_end_waiting_and_running_requests(
     assert assert_balance(batcher).expired == 3
 
 
-async def test_a_deadline_passes_while_the_model_loads(
-    make: Make, gate: Gate, patient_client: None
-) -> None:
+@pytest.mark.usefixtures("_patient_client")
+async def test_a_deadline_passes_while_the_model_loads(make: Make, gate: Gate) -> None:
     batcher = make(GatedOnLoad, model_args=(gate.path,), timeout=SOON_IN_WORKER)
     await batcher.open(wait_ready=False)
     calls = [call(batcher, 1), call(batcher, 2, timeout=LIMIT)]

@@ -151,7 +151,7 @@ def test_reloading_leaves_the_number_of_workers_unchanged(
 ) -> None:
     """Fault F57."""
     shutil.copy(SUPPORT / "apps" / "whole.py", tmp_path / "reloaded.py")
-    # uvicorn sees no change before it has looked at the files once.
+    # After each reload, uvicorn misses a change that comes before its first look, this delay later.
     options = ["--reload", "--reload-dir", str(tmp_path), "--reload-delay", "0.01"]
     reloaded = serve("reloaded:app", *options, folder=tmp_path)
     url = reloaded.wait_for(URL)[1]

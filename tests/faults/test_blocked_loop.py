@@ -67,6 +67,7 @@ ANSWERS: dict[str, tuple[int, dict[str, Any]]] = {
 async def test_answer_during_blocked_loop_is_delivered(
     settings: Any, answer: str, next_thing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A worker that does not run for a moment is still sending.
     monkeypatch.setattr(session, "REST_OF_FRAME", LIMIT)
     size, shared = ANSWERS[answer]
     async with DynBatcher(Grows, **settings, **shared) as batcher:

@@ -77,10 +77,5 @@ class Chatty(InferenceModel[Any, Any]):
         return inputs
 
 
-class NeedsFileAndDies(NeedsFile):
+class NeedsFileAndDies(DiesInBatch, NeedsFile):
     """Loads only if there is such a file; dies whenever "poison" is in a batch."""
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        if "poison" in inputs:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return inputs
