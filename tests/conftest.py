@@ -55,8 +55,15 @@ ONE_LOOP = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out slow runs on a second event loop."""
-    items[:] = [item for item in items if not _is_on_a_second_loop(item)]
+    """Leave out slow runs on a second event loop; a test with one loop of its own stays."""
+    on_first = {_function(item) for item in items if not _is_on_a_second_loop(item)}
+    items[:] = [
+        item for item in items if not _is_on_a_second_loop(item) or _function(item) not in on_first
+    ]
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def _is_on_a_second_loop(item: pytest.Item) -> bool:
