@@ -47,7 +47,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-# By folder, the one loop that is enough for tests that start processes: both occur.
+# By folder, the one loop that is enough for tests that start processes and do not name their loops
+# themselves: both occur.
 ONE_LOOP = {
     **dict.fromkeys(("memory", "faults", "unit"), "asyncio"),
     **dict.fromkeys(("contract", "edge", "fastapi"), "uvloop"),
@@ -55,15 +56,8 @@ ONE_LOOP = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out slow runs on a second event loop; a test with one loop of its own stays."""
-    on_first = {_function(item) for item in items if not _is_on_a_second_loop(item)}
-    items[:] = [
-        item for item in items if not _is_on_a_second_loop(item) or _function(item) not in on_first
-    ]
-
-
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+    """Leave out slow runs on a second event loop."""
+    items[:] = [item for item in items if not _is_on_a_second_loop(item)]
 
 
 def _is_on_a_second_loop(item: pytest.Item) -> bool:
@@ -71,7 +65,9 @@ def _is_on_a_second_loop(item: pytest.Item) -> bool:
     call = getattr(item, "callspec", None)  # of parametrized tests
     backend = None if call is None else call.params.get("anyio_backend")
     is_second = backend in BACKENDS.values() and backend != BACKENDS.get(enough)
-    return bool(enough) and is_second and item.get_closest_marker("slow") is not None
+    names_loops = any("anyio_backend" in mark.args[:1] for mark in item.iter_markers("parametrize"))
+    is_slow = item.get_closest_marker("slow") is not None
+    return bool(enough) and is_second and is_slow and not names_loops
 
 
 def pytest_collection_finish() -> None:
