@@ -43,7 +43,7 @@ from fast_batcher._session.life import (
     call_on_sigterm,
 )
 from fast_batcher._session.offload import offload
-from fast_batcher._session.outcomes import Ledger, ThreadCaller
+from fast_batcher._session.outcomes import Ledger
 from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
@@ -72,6 +72,8 @@ from fast_batcher.settings import (
     Reconfiguration,
     Settings,
     SettingValue,
+    checked_priority,
+    checked_timeout,
     reject_unknown_options,
     warn_about_workers,
 )
@@ -153,7 +155,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         TypeError: An option is unknown.
 
     Constructing starts nothing. The lifespan, `async with`, `open` or the first call does, and all
-    methods but `submit` and `stop` must be called on the thread of that event loop.
+    methods but `submit` and `stop` must be called on the thread of that event loop. Once it is
+    closed, a call on another loop ends the workers and opens the batcher again.
     """
 
     # The names of the constructor's arguments.
@@ -218,7 +221,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._session: Session | None = None
         # Done when the running `aclose` ends; None without one.
         self._closing: Future[None] | None = None
-        self._thread_calls = ThreadCalls(self._accepting_session)
+        self._thread_calls = ThreadCalls()
         # The last reload, None before the first.
         self._reload: asyncio.Task[None] | None = None
         names = [name for name, _ in spec.methods if name != "infer"]
@@ -409,29 +412,22 @@ class DynBatcher(Generic[InputT, OutputT]):
             cancels the call. Do not wait for it on the event loop's own thread.
 
         Raises:
-            NotReadyError: The batcher has not been opened, or its event loop is closed.
+            NotReadyError: The batcher has not been opened, or its event loop is closed. A loop that
+                ends later fails the future with this error.
             BatcherClosedError: The batcher is draining or closed.
         """
         self._require_own_process()
         session = self._accepting_session(
             "submit() needs a batcher that has been opened on an event loop"
         )
-        future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
-        request = Request(value, ThreadCaller(future))
-        set_options(request, timeout, priority)
-
-        # The future keeps the callback below; `held` lets the callback release the input.
-        held = [request]
-
-        def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
-            request = held.pop()
-            if future.cancelled():
-                session.binding.call(session.abandon, request)
-
-        future.add_done_callback(abandon_if_cancelled)
-        if not self._thread_calls.submit(request, session.binding):
-            raise NotReadyError(f"{self.name}: the event loop that served it is closed")
-        return future
+        checked_priority(priority)
+        if timeout is not None:
+            checked_timeout(timeout)
+        call = functools.partial(self.process_batched, value, timeout=timeout, priority=priority)
+        try:
+            return self._thread_calls.submit(call, session.binding)
+        except RuntimeError:
+            raise NotReadyError(f"{self.name}: the event loop that served it is closed") from None
 
     def allocate_input(self, shape: int | Sequence[int], dtype: Any = "uint8") -> Any:
         """Make a NumPy array in shared memory for one large input, for example a request body.
@@ -485,8 +481,9 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Cancellation: safe; the workers continue to load.
         """
-        if self._session is not None and self._status.state is State.BROKEN:
-            await self._session.aclose()
+        broken = self._session if self._status.state is State.BROKEN else None
+        if broken is not None and not self._leave_closed_loop():
+            await broken.aclose()
         # During that wait another call may have opened the batcher.
         session = self._begin_open()
         if self._status.state is not State.BROKEN:
@@ -527,9 +524,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._closing is not None and self._closing.get_loop() is loop:
             await asyncio.wait([self._closing])
             return
-        if session.binding.loop is not loop:
-            session.binding.require_closed_loop("aclose()")
-            self.stop()
+        if self._leave_closed_loop():
             return
         closing = self._closing = loop.create_future()
         try:
@@ -874,22 +869,35 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _find_session(self) -> Session:
         """Return the session for calls on the running event loop; open a new batcher first."""
-        loop = get_running_loop()
         self._require_own_process()
-        if self._status.state is State.NEW:
+        status = self._status
+        if status.state is State.NEW:
             if not self._settings.auto_open:
-                self._status.reject_call("it has not been opened")
+                status.reject_call("it has not been opened")
             self._begin_open()
-        session = self._session
-        if session is not None and session.binding.loop is not loop:
-            is_trying = self._status.given_up is not None and session.binding.loop.is_closed()
-            # The timer of the next try is lost with that loop.
-            if self._status.takes_calls or is_trying:
-                session.binding.require_closed_loop("this call")
-                logger.info("%s: goes on with another event loop", self.name)
-                session.rebind(loop)
-                self._thread_calls.take()
+        # The timer of the next try is lost with its loop.
+        elif (status.takes_calls or status.given_up is not None) and self._leave_closed_loop():
+            self._begin_open()
         return self._accepting_session()
+
+    def _leave_closed_loop(self) -> bool:
+        """End a session whose event loop is closed; return False if it is that of the running loop.
+
+        Raises:
+            RuntimeError: The session belongs to another loop, which is not closed.
+        """
+        session = self._session
+        assert session is not None, "its callers look"
+        if session.binding.loop is get_running_loop():
+            return False
+        if not session.binding.loop.is_closed():
+            raise RuntimeError(
+                f"{self.name}: a call came on another event loop than the batcher's, which is not "
+                "closed; from other threads use submit()"
+            )
+        logger.info("%s: its event loop is closed, and its workers end", self.name)
+        self._end(self._settings.stop_timeout)
+        return True
 
     def _accepting_session(self, reason: str = "it takes no calls") -> Session:
         """Return the session if calls are accepted, on any thread."""
@@ -945,9 +953,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._status.end()
         self._cores.release()
         self._owners.note_end()
-        self._thread_calls.take()
-        if self._session is not None:
-            self._session.end(grace)
+        session = self._session
+        if session is not None:
+            session.end(grace)
+            if not session.binding.loop.is_running():
+                self._thread_calls.fail(self._status.unanswered_error)
 
 
 def _check_platform() -> None:

@@ -65,7 +65,6 @@ from fast_batcher._session.outcomes import (
     CostEvaluator,
     Ledger,
     OutcomeReader,
-    is_beyond_reach,
     set_exception,
     timeout_of,
 )
@@ -456,10 +455,12 @@ class RemoteSession(Session):
     def _fail_all(self) -> None:
         """Fail every request without an outcome; each caller gets an error of its own."""
         self._arrivals.clear()
+        # The futures of a closed loop cannot be settled.
+        is_beyond_reach = self.binding.loop.is_closed()
         for request in self._open.take_all():
             if request.staged is not None:
                 request.staged.release()
-            if not is_beyond_reach(request):
+            if not is_beyond_reach:
                 self._fail(request, self.status.unanswered_error(), "closed")
         self._notice_drained()
 
@@ -755,16 +756,6 @@ class RemoteSession(Session):
         self._changes.update(changes)
         self._inputs.arena.batch_size = settings.batch_limit
         self._link.send(Kind.RECONFIGURE, dumps(changes))
-
-    def rebind(self, loop: AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed."""
-        super().rebind(loop)
-        self._link.rebind(loop)
-        for request in [*self._open]:
-            if is_beyond_reach(request):
-                self.abandon(request)
-        self._inputs.memory.rebind(loop)
-        self.run_soon()
 
     # Reloads.
 

@@ -199,7 +199,7 @@ class LinkEvents(Protocol):
 
 
 class HostLink:
-    """A connection to the host of a key, on one event loop at a time."""
+    """A connection to the host of a key, on one event loop."""
 
     def __init__(
         self,
@@ -271,16 +271,6 @@ class HostLink:
         """Handle the frames that have arrived. Do not call it while a frame is handled."""
         if self._channel is not None:
             self._channel.drain()
-
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed, and its timers with it."""
-        self._loop = loop
-        self._thread.rebind(loop)
-        if self._channel is not None:
-            self._channel.attach(loop)
-            self._beat()
-        if self._join_timer is not None:
-            self.join()
 
     def begin_goodbye(self) -> bool:
         """Say goodbye, now or after the running join, and join no further host."""

@@ -292,27 +292,6 @@ class Pool:
             HEARTBEAT_INTERVAL, self._beat, context=Context()
         )
 
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed, and its timers with it."""
-        self._cancel_timers()
-        self.loop = loop
-        for worker in self.alive():
-            if worker.is_attached:
-                worker.attach(loop)
-            if worker.state is WorkerState.ENDING or worker.is_retired:
-                worker.kill()
-        self._spawner.rebind(loop)
-        self._memory.rebind(loop)
-        for replica in self._replicas:
-            # A replica with a timer has just lost its worker, in `attach` above.
-            if replica.worker is None and replica.restart_timer is None:
-                self._start(replica)
-        for worker in [*self.workers.values()]:
-            if worker.state is WorkerState.LOADING:
-                self._limit_start(worker)
-        self._scale()
-        self._heartbeat_timer = loop.call_later(HEARTBEAT_INTERVAL, self._beat, context=Context())
-
     def alive(self) -> list[WorkerHandle]:
         """Return the workers that have a process."""
         return [worker for worker in [*self.workers.values()] if worker.is_alive]

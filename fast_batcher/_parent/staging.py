@@ -57,8 +57,7 @@ class JobThread:
         self._loop = loop
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Job, Done] | None] = queue.SimpleQueue()
-        # Outcomes that the loop has not taken yet. They are kept here, so that an outcome that
-        # comes while a loop is being closed reaches the next loop.
+        # Outcomes that the loop has not taken yet; `stop` drops them.
         self._outcomes: deque[tuple[Done, BaseException | None]] = deque()
         self._thread: threading.Thread | None = None
         # Held while a job runs.
@@ -79,11 +78,6 @@ class JobThread:
                 return
             self._thread = thread
         self._jobs.put((job, done))
-
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call `done` on another event loop from now on; the previous loop is closed."""
-        self._loop = loop
-        self.take_outcomes()
 
     def take_outcomes(self) -> None:
         """Call `done` of the finished jobs. Event loop's thread."""
@@ -122,7 +116,7 @@ class JobThread:
             # Without its frames, which hold the pipes of a failed start, for example.
             error = raised.with_traceback(None)
         self._outcomes.append((done, error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed; `rebind` takes the outcome
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.take_outcomes, context=Context())
 
 
@@ -152,10 +146,6 @@ class MemoryService:
         After `close` no job begins, and no `done` is called.
         """
         self._copier.run(job, done)
-
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call `done` on another event loop from now on; the previous loop is closed."""
-        self._copier.rebind(loop)
 
     def give_back_unused(self) -> None:
         """Start to return to the system the memory that was not used since the last call."""

@@ -229,7 +229,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def attach(self, loop: AbstractEventLoop) -> None:
-        """Watch the worker from this event loop; the previous loop, if any, is closed."""
+        """Watch the worker from this event loop."""
 
     @property
     @abstractmethod
@@ -665,14 +665,13 @@ class WorkerProcess(WorkerHandle):
         return ChildProcess(process, environment, placement.cores)
 
     def attach(self, loop: AbstractEventLoop) -> None:
-        """Watch the worker from this event loop; the previous loop, if any, is closed."""
+        """Watch the worker from this event loop, and send it its model."""
         assert self._live is not None, "attached while it is alive"
         self._loop = loop
         self._live.channel.attach(loop)
         self._live.logs.attach(loop)
-        if not self.is_attached:
-            self.is_attached = True
-            self.send(Kind.LOAD, 0, self.model_spec.pickled)
+        self.is_attached = True
+        self.send(Kind.LOAD, 0, self.model_spec.pickled)
         Context().run(loop.add_reader, self._live.child.death_fd, self._died)
 
     @property

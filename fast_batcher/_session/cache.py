@@ -28,7 +28,7 @@ from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.offload import offload
-from fast_batcher._session.outcomes import Ledger, is_beyond_reach, set_exception, timeout_of
+from fast_batcher._session.outcomes import Ledger, set_exception, timeout_of
 from fast_batcher._session.output_cache import EXITS, OutputCache
 from fast_batcher._session.session import Session
 from fast_batcher._transport.pickling import to_cause
@@ -126,14 +126,6 @@ class Deliveries:
         # The copies of a large output are the work of another task, which starts meanwhile.
         while self._tasks and (left := until - monotonic()) > 0:
             await asyncio.wait(self._tasks, timeout=left)
-
-    def rebind(self, loop: AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed, and its tasks with it."""
-        self._tasks.clear()
-        if self._small:
-            self._start(self._copy_here(), loop)
-        if self._large:
-            self._start(self._copy_in_thread(), loop)
 
     def finish(self) -> None:
         """Give every caller its copy now; blocks."""
@@ -419,7 +411,7 @@ class CachingSession(Session):
         """Settle a call; return whether it can be given an outcome."""
         self._calls.remove(caller.id)
         self._joined.pop(caller, None)
-        return settle(caller) and not is_beyond_reach(caller)
+        return settle(caller) and not self.binding.loop.is_closed()
 
     # State and statistics.
 
@@ -461,20 +453,6 @@ class CachingSession(Session):
         for computation in self._by_key.values():
             computation.is_cacheable = False
 
-    def rebind(self, loop: AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed, and its tasks with it."""
-        self._inner.rebind(loop)
-        super().rebind(loop)
-        for request in [*self._joined]:
-            if is_beyond_reach(request):
-                self.abandon(request)
-        looked_up = [*self._lookups]
-        self._lookups.clear()
-        for computation in looked_up:
-            computation.context.run(self._look_up, computation)
-        self._deliveries.rebind(loop)
-        self._wake_at(self._calls.next_expiry)
-
     def begin_drain(self) -> None:
         """Expect no further requests, unless accepted ones are looked up and may be misses."""
         if not self._lookups:
@@ -504,7 +482,7 @@ class CachingSession(Session):
         self._deliveries.finish()
         for computation in [*self._lookups]:
             for caller in [*computation.callers]:
-                if is_beyond_reach(caller):
+                if self.binding.loop.is_closed():
                     self.abandon(caller)
                 else:
                     settle(caller)

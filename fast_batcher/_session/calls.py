@@ -1,18 +1,18 @@
 """Calls of many inputs, of a model's methods, and from other threads. API process."""
 
+import asyncio
+import concurrent.futures
 import math
 from asyncio import get_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Generic
 
-from fast_batcher._core.values import Request, settle
+from fast_batcher._core.values import Request
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import LoopBinding
-from fast_batcher._session.outcomes import set_exception
 from fast_batcher._session.session import Session
-from fast_batcher.errors import ConfigurationError
+from fast_batcher.errors import ConfigurationError, NotReadyError
 from fast_batcher.model import InputT, OutputT
 from fast_batcher.settings import Settings, checked_priority, checked_timeout
 
@@ -147,28 +147,68 @@ class BatchMethods:
         return self._methods[name]
 
 
+# Waits for the output of one input.
+Call = Callable[[], Coroutine[Any, Any, Any]]
+
+
 class ThreadCalls:
-    """Requests that the event loop's thread has not taken yet."""
+    """Calls of other threads without an outcome, each with a task on the event loop."""
 
-    def __init__(self, find_session: Callable[[], Session]) -> None:
-        self._find_session = find_session
-        self._submitted: deque[Request] = deque()
+    def __init__(self) -> None:
+        self._futures: set[concurrent.futures.Future[Any]] = set()
 
-    def submit(self, request: Request, binding: LoopBinding) -> bool:
-        """Pass a request to the loop's thread, from any thread; False if the loop is closed."""
-        self._submitted.append(request)
-        if not binding.call(self.take):
-            with suppress(ValueError):  # another loop has just taken it
-                self._submitted.remove(request)
-                return False
-        return True
+    def submit(self, call: Call, binding: LoopBinding) -> concurrent.futures.Future[Any]:
+        """Make a call on the event loop, from any thread.
 
-    def take(self) -> None:
-        """Give the submitted requests to the session, or an error to their callers."""
-        while self._submitted:
-            request = self._submitted.popleft()
-            try:
-                request.caller.context.run(self._find_session().accept, request)
-            except Exception as error:  # noqa: BLE001  every call must end
-                settle(request)
-                set_exception(request, error)
+        Raises:
+            RuntimeError: The loop is closed.
+        """
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def start() -> None:
+            if future.done():  # its thread has withdrawn it, and it was never a call
+                return
+            task = binding.loop.create_task(_answer(future, call))
+
+            def end(done: concurrent.futures.Future[Any]) -> None:
+                if done.cancelled():
+                    binding.call(task.cancel)
+
+            future.add_done_callback(end)
+
+        # It keeps the caller's context, which the functions `cost` and `group_by` see.
+        binding.loop.call_soon_threadsafe(start)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def fail(self, make_error: Callable[[], BaseException]) -> None:
+        """Fail the calls of a loop that does not run, and may never do so again."""
+        for future in [*self._futures]:
+            _settle(future, None, make_error())
+
+
+async def _answer(future: concurrent.futures.Future[Any], call: Call) -> None:
+    """Give a thread the outcome of its call."""
+    output: Any = None
+    error: BaseException | None = None
+    try:
+        output = await call()
+    except asyncio.CancelledError:
+        error = NotReadyError("the event loop that served this call has ended")
+    except Exception as raised:  # noqa: BLE001  the thread gets it
+        # Its frames would hold the future, and so the error itself.
+        error = raised.with_traceback(None)
+    _settle(future, output, error)
+
+
+def _settle(
+    future: concurrent.futures.Future[Any], output: Any, error: BaseException | None
+) -> None:
+    """Give a thread its outcome, unless it has one or has cancelled."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(output)
+    else:
+        future.set_exception(error)

@@ -40,7 +40,7 @@ _NO_THREAD = -1
 
 
 class LoopBinding:
-    """Binds a session to the event loop that runs now, until it is bound to another one."""
+    """The process, event loop and thread of a session, which are present when it is made."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,11 +50,6 @@ class LoopBinding:
         self.loop = asyncio.get_running_loop()
         self.thread = get_ident()
         at_fork(self, in_child=LoopBinding._unbind)
-
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind to another event loop, which runs in this thread."""
-        self.loop = loop
-        self.thread = get_ident()
 
     def _unbind(self) -> None:
         """Let no call of a forked child take the copy of the loop for one that runs."""
@@ -78,14 +73,6 @@ class LoopBinding:
                 "and does not survive a fork; open one in each process, for example in the lifespan"
             )
 
-    def require_closed_loop(self, call: str) -> None:
-        """Raise if the event loop is not closed, so that no other may serve the session."""
-        if not self.loop.is_closed():
-            raise RuntimeError(
-                f"{self._name}: {call} was called on another event loop than the batcher's, "
-                "which is not closed; from other threads use submit()"
-            )
-
     def require_own_thread(self, call: str) -> None:
         """Raise if this is another thread than the event loop's."""
         if self.runs_elsewhere:
@@ -94,7 +81,7 @@ class LoopBinding:
                 "threads use loop.call_soon_threadsafe"
             )
 
-    def call(self, function: Callable[..., None], *args: Any) -> bool:
+    def call(self, function: Callable[..., object], *args: Any) -> bool:
         """Call a function on the loop's thread, from any thread; False if the loop is closed."""
         try:
             self.loop.call_soon_threadsafe(function, *args, context=Context())

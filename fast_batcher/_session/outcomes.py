@@ -5,20 +5,18 @@
     Ledger         gives callers their outcomes, and counts the ends of all requests
     Reports        makes errors and log lines
 
-Any process with a session, on the event loop's thread. A caller waits for an `asyncio.Future`, or
-in another thread for a `ThreadCaller`. It may leave at any moment, which is counted and affects no
-other caller. The scheduler and the workers' answers decide which requests end.
+Any process with a session, on the event loop's thread. A caller waits for an `asyncio.Future`. It
+may leave at any moment, which is counted and affects no other caller. The scheduler and the
+workers' answers decide which requests end.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
@@ -256,33 +254,6 @@ def _unreadable(error: BaseException) -> Failure:
     return Failure(InferenceError(text))
 
 
-class ThreadCaller:
-    """Adapter of a `concurrent.futures.Future` to the two methods that settling needs.
-
-    Made in the caller's thread.
-    """
-
-    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
-        self._future = future
-        # The caller's context variables, for the functions `cost` and `group_by`.
-        self.context = copy_context()
-
-    def set_result(self, output: Any) -> None:
-        """Give the caller its output, unless it has cancelled."""
-        self._claim()
-        self._future.set_result(output)
-
-    def set_exception(self, error: BaseException) -> None:
-        """Give the caller an error, unless it has cancelled."""
-        self._claim()
-        self._future.set_exception(error)
-
-    def _claim(self) -> None:
-        # Another thread may cancel the future until this call succeeds.
-        if not self._future.set_running_or_notify_cancel():
-            raise asyncio.InvalidStateError("cancelled")
-
-
 @dataclass
 class Counters:
     """The running counts behind `BatcherStats`."""
@@ -461,12 +432,6 @@ def set_exception(request: Request, error: BaseException) -> bool:
     except asyncio.InvalidStateError:
         return False
     return True
-
-
-def is_beyond_reach(request: Request) -> bool:
-    """Return whether the caller waits on a closed loop, where settling its future would raise."""
-    caller = request.caller
-    return isinstance(caller, asyncio.Future) and caller.get_loop().is_closed()
 
 
 def timeout_of(request: Request, settings: Settings) -> float | None:

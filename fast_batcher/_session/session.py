@@ -20,7 +20,6 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from asyncio import AbstractEventLoop
 from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import replace
@@ -60,7 +59,6 @@ from fast_batcher._session.outcomes import (
     OutcomeReader,
     Reports,
     SharedOutcomes,
-    is_beyond_reach,
     read_outcomes,
     read_shared_outcomes,
 )
@@ -84,7 +82,7 @@ logger = logging.getLogger("fast_batcher")
 
 
 class Session(ABC):
-    """An opening of a batcher, bound to one event loop at a time.
+    """An opening of a batcher, which lives and dies with one event loop.
 
     `_run` is called once in a turn of the loop after `run_soon`, and at the moment given to
     `_wake_at`.
@@ -232,16 +230,6 @@ class Session(ABC):
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_at = None, math.inf
-
-    def rebind(self, loop: AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed, and its timers with it.
-
-        Callers that waited on the closed loop get no outcome.
-        """
-        self.binding.rebind(loop)
-        self._timer, self._timer_at = None, math.inf
-        self._is_scheduled = False
-        self._drained = None
 
     @abstractmethod
     def _is_drained(self) -> bool:
@@ -823,17 +811,6 @@ class LocalSession(Session):
             # The waiting requests may be a full batch now, or have waited long enough.
             self.run_soon()
 
-    def rebind(self, loop: AbstractEventLoop) -> None:
-        """Continue on another event loop; the previous loop is closed."""
-        super().rebind(loop)
-        for request in self.scheduler.open_requests():
-            if is_beyond_reach(request):
-                self._cancel(request)
-        self._arrivals = [request for request in self._arrivals if not is_beyond_reach(request)]
-        self.run_soon()
-        self.pool.rebind(loop)
-        self._set_scaling()
-
     @property
     def can_reload(self) -> bool:
         """Whether the batcher is not broken: its workers would wait for their next try."""
@@ -886,8 +863,10 @@ class LocalSession(Session):
 
     def _fail(self, requests: list[Request]) -> None:
         """Fail requests because the batcher is broken or is being closed."""
+        # The futures of a closed loop cannot be settled.
+        is_beyond_reach = self.binding.loop.is_closed()
         for request in requests:
-            if is_beyond_reach(request):
+            if is_beyond_reach:
                 self._ledger.cancel(request, "event loop closed")
             else:
                 error = self.status.unanswered_error()

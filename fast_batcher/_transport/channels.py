@@ -375,7 +375,7 @@ class LoopChannel:
         self._is_over = False
 
     def attach(self, loop: "AbstractEventLoop") -> None:
-        """Watch the pipes from this event loop; the previous loop, if any, is closed."""
+        """Watch the pipes from this event loop."""
         self._loop = loop
         Context().run(loop.add_reader, self._source, self._read)
         if self._backlog:

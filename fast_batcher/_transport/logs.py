@@ -144,7 +144,7 @@ class LogReceiver:
         self._loop: AbstractEventLoop | None = None
 
     def attach(self, loop: "AbstractEventLoop") -> None:
-        """Receive on this event loop; the previous loop, if any, is closed."""
+        """Receive on this event loop."""
         self._loop = loop
         Context().run(loop.add_reader, self._receiver.fileno(), self._receive_some)
 

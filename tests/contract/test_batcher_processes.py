@@ -516,16 +516,19 @@ def run(new_loop: NewLoop) -> Run:
     return run
 
 
-def test_batcher_moves_to_another_loop_after_close(run: Run) -> None:
+def test_batcher_opens_again_after_its_loop_is_closed(run: Run) -> None:
     """Fault F47."""
     batcher = DynBatcher(Whereabouts)
-    assert len({run(batcher.process_batched(None)) for _ in range(3)}) == 1
-    batcher.stop()
-    assert assert_balance(batcher).completed == 3
+    pids = {run(batcher.process_batched(None)) for _ in range(3)}
+    assert len(pids) == 3
+    with Watch([*pids]) as workers:
+        run(batcher.aclose())
+        assert workers.survivors(0.0) == []
+    assert (batcher.state, assert_balance(batcher).completed) == ("closed", 3)
 
 
 def test_requests_of_closed_loop_are_dropped(run: Run, gate: Gate) -> None:
-    batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
+    batcher = DynBatcher(Gated, 2, model_args=(gate.path,), stop_timeout=0.0)
     tasks: list[asyncio.Task[Any]] = []
 
     async def start() -> Any:
@@ -537,9 +540,10 @@ def test_requests_of_closed_loop_are_dropped(run: Run, gate: Gate) -> None:
 
     async def go_on() -> Any:
         late = call(batcher, "late")
-        await turns()
+        with Watch([visit.pid]) as worker:
+            await turns()
+            assert worker.survivors(0.0) == []
         assert assert_balance(batcher).cancelled == 5
-        visit.let_on()
         gate.close()
         return await outcome(late)
 
@@ -589,7 +593,7 @@ def test_live_loop_keeps_the_batcher(new_loop: NewLoop) -> None:
 @pytest.mark.parametrize("loads", [True, False], ids=["while it loads", "while it is started"])
 def test_loop_closes_before_worker_is_ready(run: Run, gate: Gate, loads: bool) -> None:
     """The starter thread tells a loop that never turns again, or is closed."""
-    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), stop_timeout=0.0)
 
     async def begin() -> None:
         await batcher.open(wait_ready=False)

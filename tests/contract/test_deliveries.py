@@ -129,19 +129,3 @@ async def test_finish_gives_every_caller_its_copy_now() -> None:
     receivers.begin([2])
     await receivers.deliveries.wait(LIMIT)
     assert receivers.got[3:] == [[2]]
-
-
-def test_another_loop_continues_with_the_copies() -> None:
-    receivers = Receivers(40)
-
-    async def begin() -> None:
-        receivers.begin(Copied(lambda: time.sleep(SLICE / 4)))
-
-    async def go_on() -> None:
-        receivers.deliveries.rebind(asyncio.get_running_loop())
-        await receivers.deliveries.wait(LIMIT)
-
-    asyncio.run(begin())
-    assert 0 < len(receivers.got) < 40
-    asyncio.run(go_on())
-    assert len(receivers.got) == 40

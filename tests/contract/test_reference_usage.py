@@ -121,24 +121,20 @@ async def test_async_test_calls_batcher_of_synchronous_fixture(
     assert sizes == [8] * 16
 
 
-@pytest.fixture(scope="module")
-def shared_batcher() -> Iterator[DynBatcher[Any, Any]]:
-    batcher: DynBatcher[Any, Any] = DynBatcher(BatchSize, max_batch_size=4, max_delay=0.1)
-    asyncio.run(batcher.open())
-    yield batcher
-    batcher.stop()
-
-
-# Each of these runs on a loop of its own, and the one before is closed by then.
 @pytest.mark.slow
-@pytest.mark.anyio
-@pytest.mark.parametrize("count", [1, 2, 3])
-async def test_module_batcher_moves_between_loops(
-    shared_batcher: DynBatcher[Any, Any], count: int
-) -> None:
-    async with asyncio.timeout(LIMIT):
-        sizes = await asyncio.gather(*[shared_batcher.process_batched(0) for _ in range(count)])
-    assert sizes == [count] * count
+def test_module_batcher_serves_loop_after_loop() -> None:
+    """As for async tests that share a batcher: each has a loop, and the one before is closed."""
+    batcher: DynBatcher[Any, Any] = DynBatcher(BatchSize, max_batch_size=4, max_delay=0.1)
+
+    async def ask(count: int) -> None:
+        async with asyncio.timeout(LIMIT):
+            sizes = await asyncio.gather(*[batcher.process_batched(0) for _ in range(count)])
+        assert sizes == [count] * count
+
+    asyncio.run(batcher.open())
+    for count in (1, 2, 3):
+        asyncio.run(ask(count))
+    batcher.stop()
 
 
 # --- names ----------------------------------------------------------------------------------------

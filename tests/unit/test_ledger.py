@@ -1,13 +1,12 @@
 """Telling callers, whoever they are and wherever they have gone: each outcome is counted once."""
 
 import asyncio
-import concurrent.futures
 from typing import Any
 
 import pytest
 
 from fast_batcher._core.values import Batch, Failure, Release, Request
-from fast_batcher._session.outcomes import Ledger, ThreadCaller
+from fast_batcher._session.outcomes import Ledger
 from fast_batcher.errors import InferenceError
 
 pytestmark = pytest.mark.anyio
@@ -19,21 +18,18 @@ def counts(ledger: Ledger) -> tuple[int, int, int]:
 
 
 async def test_each_remaining_caller_gets_its_outcome() -> None:
-    """Callers wait on the loop or in a thread; some of them have gone."""
+    """Some callers have gone."""
     loop = asyncio.get_running_loop()
     here, failed, looks_like_an_error = (loop.create_future() for _ in range(3))
     gone, gone_failing, settled = (loop.create_future() for _ in range(3))
-    there, gone_there = (concurrent.futures.Future[Any]() for _ in range(2))
-    for future in (gone, gone_there, gone_failing):
+    for future in (gone, gone_failing):
         future.cancel()
     failure = Failure(InferenceError("failed"))
     output = ValueError("an output")
     outcomes: list[tuple[Any, Any]] = [
         (gone, 1),
-        (ThreadCaller(gone_there), 2),
         (gone_failing, failure),
         (here, "one"),
-        (ThreadCaller(there), None),
         (failed, failure),
         (looks_like_an_error, output),
         (settled, "late"),
@@ -43,20 +39,11 @@ async def test_each_remaining_caller_gets_its_outcome() -> None:
     ledger = Ledger("model")
     batch = Batch(0, 0, requests, Release.IDLE, 0.0, len(requests), 0.0)
     ledger.answer(batch, requests, [outcome for _, outcome in outcomes])
-    assert (here.result(), there.result(), looks_like_an_error.result()) == ("one", None, output)
+    assert (here.result(), looks_like_an_error.result()) == ("one", output)
     assert isinstance(failed.exception(), InferenceError)
     assert not settled.done()
-    assert counts(ledger) == (3, 1, 3)
+    assert counts(ledger) == (2, 1, 2)
     assert all(request.is_settled for request in requests)
-
-
-def test_thread_cannot_cancel_during_settlement() -> None:
-    future = concurrent.futures.Future[Any]()
-    cancelled_while_told: list[bool] = []
-    future.add_done_callback(lambda done: cancelled_while_told.append(done.cancel()))
-    ThreadCaller(future).set_result(1)
-    assert cancelled_while_told == [False]
-    assert future.result() == 1
 
 
 @pytest.mark.parametrize(
