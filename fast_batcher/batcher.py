@@ -33,7 +33,7 @@ from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._devices import CoreClaim
 from fast_batcher._process import frozen
-from fast_batcher._session.cache import CachingSession
+from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
 from fast_batcher._session.life import (
     CurrentModel,
@@ -219,6 +219,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None
+        # What takes its calls: the session, or the cache before it.
+        self._calls: Session | SingleFlight | None = None
         # Done when the running `aclose` ends; None without one.
         self._closing: Future[None] | None = None
         self._thread_calls = ThreadCalls()
@@ -280,23 +282,23 @@ class DynBatcher(Generic[InputT, OutputT]):
         input may be read for some milliseconds after the cancellation: until then a `bytearray`
         cannot be resized, and an array must not be resized with `refcheck=False`.
         """
-        session = self._session
-        if session is None or self._status.state is not _OPEN:
-            session = self._find_session()
-        binding = session.binding
+        calls = self._calls
+        if calls is None or self._status.state is not _OPEN:
+            calls = self._find_calls()
+        binding = calls.binding
         if binding.thread != get_ident() or not binding.loop.is_running():
-            session = self._find_session()
-            binding = session.binding
+            calls = self._find_calls()
+            binding = calls.binding
         future: Future[OutputT] = Future(loop=binding.loop)
         request = Request(value, future)
         if timeout is not None or priority != 0:
             set_options(request, timeout, priority)
-        session.accept(request)
+        calls.accept(request)
         try:
-            return await future
+            return await calls.answer(request)  # type: ignore[no-any-return]
         except BaseException:
             if not request.is_settled:
-                session.abandon(request)
+                calls.abandon(request)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
@@ -340,7 +342,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 "process_batched takes one input"
             )
         return await process_many(
-            self._find_session,
+            self._find_calls,
             values,
             self._settings,
             timeout=timeout,
@@ -504,8 +506,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
         if self._status.state in (State.NEW, State.OPENING, State.OPEN, State.BROKEN):
             self._status.move(Event.DRAIN)
-            if self._session is not None:
-                self._session.begin_drain()
+            if self._calls is not None:
+                self._calls.begin_drain()
 
     async def aclose(self) -> None:
         """Finish the accepted requests, then stop the workers. May be repeated, in any state.
@@ -516,10 +518,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe; the workers are then killed at once.
         """
         loop = get_running_loop()
-        session = self._session
-        if session is None:
+        session, calls = self._session, self._calls
+        if session is None or calls is None:
             self._end(grace=0.0)
-        if session is None or self._status.state is State.CLOSED or session.binding.is_forked:
+            return
+        if self._status.state is State.CLOSED or session.binding.is_forked:
             return
         if self._closing is not None and self._closing.get_loop() is loop:
             await asyncio.wait([self._closing])
@@ -529,7 +532,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         closing = self._closing = loop.create_future()
         try:
             self.begin_drain()
-            await session.aclose()
+            await calls.aclose()
         finally:
             # If the wait was cancelled, end without waiting.
             if self._is_present(session):
@@ -793,7 +796,10 @@ class DynBatcher(Generic[InputT, OutputT]):
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
         if self._session is not None:
-            return self._session.read_stats()
+            stats, calls = self._session.read_stats(), self._calls
+            if isinstance(calls, SingleFlight):
+                stats = dataclasses.replace(stats, cache_lookups=len(calls.lookups))
+            return stats
         return self._ledger.counters.snapshot(self.state, self._settings.fewest_workers, (0, 0, 0))
 
     def __reduce__(self) -> NoReturn:
@@ -824,7 +830,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._status.reject_call("it was not opened")  # draining without having been opened
         _check_platform()
         self._cores.take()
-        self._session = session = self._make_session()
+        self._session = self._calls = session = self._make_session()
+        cache = self._settings.cache
+        if cache is not None:
+            self._calls = SingleFlight(session, cache, self._model, self._ledger)
         session.begin()
         return session
 
@@ -833,17 +842,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         parts = self._model, settings, status, ledger
         if session_makers:
             return session_makers[-1](self, *parts)
-        session: Session
         if settings.has_host:
             # Most programs need no host.
             from fast_batcher._host.client import RemoteSession
 
-            session = RemoteSession(*parts)
-        else:
-            session = LocalSession(*parts)
-        if settings.cache is None:
-            return session
-        return CachingSession(session, *parts)
+            return RemoteSession(*parts)
+        return LocalSession(*parts)
 
     async def _reopen(self, spec: ModelSpec) -> None:
         """Open a broken batcher with another model, which it keeps if it can load it."""
@@ -879,6 +883,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif (status.takes_calls or status.given_up is not None) and self._leave_closed_loop():
             self._begin_open()
         return self._accepting_session()
+
+    def _find_calls(self) -> Session | SingleFlight:
+        """Return what takes calls on the running event loop."""
+        self._find_session()
+        assert self._calls is not None, "made with the session"
+        return self._calls
 
     def _leave_closed_loop(self) -> bool:
         """End a session whose event loop is closed; return False if it is that of the running loop.
@@ -953,10 +963,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._status.end()
         self._cores.release()
         self._owners.note_end()
-        session = self._session
-        if session is not None:
-            session.end(grace)
-            if not session.binding.loop.is_running():
+        calls = self._calls
+        if calls is not None:
+            calls.end(grace)
+            if not calls.binding.loop.is_running():
                 self._thread_calls.fail(self._status.unanswered_error)
 
 

@@ -28,7 +28,6 @@ from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadedWorker
 from fast_batcher._process import monotonic
-from fast_batcher._session.cache import CachingSession
 from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.outcomes import Ledger
 from fast_batcher._session.session import LocalSession, Session
@@ -111,7 +110,7 @@ class BatcherKit:
         self._faults: deque[_Fault] = deque()
         self._lock = threading.Lock()
         # The batchers that have opened, with the sessions that serve them.
-        self._opened: list[tuple[DynBatcher[Any, Any], Session, _KitSession]] = []
+        self._opened: list[tuple[DynBatcher[Any, Any], _KitSession]] = []
 
     def __enter__(self) -> Self:
         """Begin to serve the batchers that open."""
@@ -124,7 +123,7 @@ class BatcherKit:
         self._hold_until(0)
         # One that cannot be closed does not keep the others open.
         with ExitStack() as ends:
-            for batcher, _session, _inner in self._list_open():
+            for batcher, _session in self._list_open():
                 ends.callback(batcher.stop)
         self._opened.clear()
 
@@ -208,14 +207,14 @@ class BatcherKit:
 
     def _hold_until(self, count: float) -> None:
         self._held_until = count
-        for *_, session in self._list_open():
+        for _, session in self._list_open():
             session.wake()
 
-    def _list_open(self) -> list[tuple[DynBatcher[Any, Any], Session, "_KitSession"]]:
+    def _list_open(self) -> list[tuple[DynBatcher[Any, Any], "_KitSession"]]:
         """List the batchers that have opened and were not closed."""
         return [
-            (batcher, session, inner)
-            for batcher, session, inner in self._opened
+            (batcher, session)
+            for batcher, session in self._opened
             if batcher._is_present(session)  # noqa: SLF001  part of the library
         ]
 
@@ -227,12 +226,8 @@ class BatcherKit:
         status: Status,
         ledger: Ledger,
     ) -> Session:
-        parts = model, self._change(settings), status, ledger
-        inner = _KitSession(self, *parts)
-        session: Session = inner
-        if settings.cache is not None:
-            session = _KitCachingSession(self, inner, *parts)
-        self._opened = [*self._list_open(), (batcher, session, inner)]
+        session = _KitSession(self, model, self._change(settings), status, ledger)
+        self._opened = [*self._list_open(), (batcher, session)]
         return session
 
     def _change(self, settings: Settings) -> Settings:
@@ -245,10 +240,6 @@ class BatcherKit:
             # A thread has the memory and the collector of this process.
             changes |= {"max_shared_bytes": 0, "max_rss_bytes": None, "freeze_gc": False}
         return replace(settings, **changes)
-
-    def _drop_deadline(self, request: Request) -> None:
-        if not self.timeouts:
-            request.deadline, request.has_explicit_deadline = inf, False
 
     def _take_fault(self, batcher: str) -> BatcherError | None:
         """Return the error of a call that is to fail."""
@@ -332,6 +323,7 @@ class _KitSession(LocalSession):
         ledger: Ledger,
     ) -> None:
         self._kit = kit
+        self.has_deadlines = kit.timeouts
         super().__init__(model, settings, status, ledger)
 
     def _make_policy(self, settings: Settings) -> Policy:
@@ -348,7 +340,8 @@ class _KitSession(LocalSession):
 
     def accept(self, request: Request) -> None:
         """Let the request fail if a test wants it, or add it to the arrivals."""
-        self._kit._drop_deadline(request)  # noqa: SLF001  of this module
+        if not self.has_deadlines:
+            request.deadline, request.has_explicit_deadline = inf, False
         error = self._kit._take_fault(self._name)  # noqa: SLF001  of this module
         if error is None:
             super().accept(request)
@@ -371,16 +364,3 @@ class _KitSession(LocalSession):
         formed = FormedBatch(self._name, inputs, method, str(batch.release))
         self._kit.batches.append(formed)
         super()._send(batch)
-
-
-class _KitCachingSession(CachingSession):
-    """A cache before a session for tests."""
-
-    def __init__(self, kit: BatcherKit, inner: _KitSession, *parts: Any) -> None:
-        self._kit = kit
-        super().__init__(inner, *parts)
-
-    def accept(self, request: Request) -> None:
-        """Look the output up; without timeouts if the test wants none."""
-        self._kit._drop_deadline(request)  # noqa: SLF001  of this module
-        super().accept(request)

@@ -304,16 +304,6 @@ class _Lane:
         self.arrivals += 1
         self.cost += request.cost
 
-    def insert(self, request: Request) -> None:
-        """Add a request that may be older than others of the lane."""
-        younger = [other for other in self.requests.values() if other.id > request.id]
-        self.add(request)
-        for other in younger:
-            self.requests.move_to_end(other.id)
-        if younger:
-            # Of two equal positions neither is passed over for longer.
-            request.lane_position = younger[0].lane_position
-
     def remove(self, request: Request) -> None:
         del self.requests[request.id]
         # Rounding must leave no cost in an empty lane, and never a negative one.
@@ -443,15 +433,6 @@ class RankedQueue:
         _remove_from(self._levels, request.priority, request)
         _remove_from(self._lanes, (request.priority, request.group), request)
         self._deadlines.remove(request.id)
-
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of a waiting request; the time is proportional to its new lane."""
-        _remove_from(self._levels, request.priority, request)
-        _remove_from(self._lanes, (request.priority, request.group), request)
-        request.priority = priority
-        self._levels[priority].insert(request)
-        # As in `extend`, the position in the second lane counts.
-        self._lanes[priority, request.group].insert(request)
 
     def oldest(self) -> Request | None:
         """Return the request that has waited longest."""

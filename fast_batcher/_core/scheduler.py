@@ -550,14 +550,6 @@ class Scheduler:
             self.workers.caller_gone(request)
         return True
 
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of a request in the queue, where it keeps its age; ignore others."""
-        is_queued = request.phase == QUEUED and not request.is_settled
-        if is_queued and request.priority < priority:
-            self.rank_requests()
-            assert isinstance(self.queue, RankedQueue), "made one"
-            self.queue.raise_priority(request, priority)
-
     def reconfigure(self, limits: Limits, policy: Policy | None) -> None:
         """Change `max_batch_size`, `max_queue_size` and `max_latency`; a `poll` must follow.
 

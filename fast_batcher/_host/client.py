@@ -485,13 +485,6 @@ class RemoteSession(Session):
                 self._ledger.cancel(request, "waiting")
             self._remove(request)
 
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of a request, in the host if it was sent."""
-        if self._open.find(request.id) is request and request.priority < priority:
-            request.priority = priority
-            if request.phase == SENT:
-                self._link.send(Kind.PRIORITY, dumps((request.id, priority)))
-
     def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the host's queue has room, as far as is known."""
         most = self.settings.max_queue_bytes

@@ -6,7 +6,7 @@
     CALLS, ITEM_CALLS: ids, inputs,
     options, contexts                       -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
-    ABANDON, PRIORITY, RECONFIGURE, OBSERVE, PING  -->
+    ABANDON, RECONFIGURE, OBSERVE, PING  -->
                                             <--   STATE, FREED_INPUTS, LOG, EVENT, REPORT, PONG
                                             <--   FOLLOW: batch
     BATCH_CONTEXTS: context managers        -->

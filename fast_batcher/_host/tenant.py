@@ -302,8 +302,6 @@ class Tenant:
             self._submit(ids, values, options, contexts)
         elif frame.kind == Kind.ABANDON:
             self._abandon(loads(frame.body))
-        elif frame.kind == Kind.PRIORITY:
-            self._raise_priority(*loads(frame.body))
         elif frame.kind == Kind.RESENT:
             self._take_resent(*loads(frame.body))
         elif frame.kind == Kind.BATCH_CONTEXTS:
@@ -347,11 +345,6 @@ class Tenant:
             request = self._requests.pop(request_id, None)
             if request is not None and self.session is not None:
                 self.session.abandon(request)
-
-    def _raise_priority(self, request_id: int, priority: int) -> None:
-        request = self._requests.get(request_id)
-        if request is not None and self.session is not None:
-            self.session.raise_priority(request, priority)
 
     def _apply(
         self,

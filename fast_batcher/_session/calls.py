@@ -10,6 +10,7 @@ from typing import Any, Generic
 
 from fast_batcher._core.values import Request
 from fast_batcher._process import monotonic
+from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.life import LoopBinding
 from fast_batcher._session.session import Session
 from fast_batcher.errors import ConfigurationError, NotReadyError
@@ -31,7 +32,7 @@ def set_options(request: Request, timeout: float | None, priority: int) -> None:
 
 
 async def process_many(
-    find_session: Callable[[], Session],
+    find_calls: Callable[[], Session | SingleFlight],
     values: Iterable[Any],
     settings: Settings,
     *,
@@ -53,7 +54,7 @@ async def process_many(
     loop = get_running_loop()
     outputs: list[Any] = []
     in_flight: deque[Request] = deque()
-    session: Session | None = None
+    calls: Session | SingleFlight | None = None
     try:
         for value in values:
             request = Request(value, loop.create_future(), deadline)
@@ -61,22 +62,22 @@ async def process_many(
             request.priority = priority
             if timeout is None:
                 request.target = math.inf  # the default timeout is no target
-            while session and in_flight:
-                if len(in_flight) < most_in_flight and session.has_room(request):
+            while calls and in_flight:
+                if len(in_flight) < most_in_flight and calls.has_room(request):
                     break
-                outputs.append(await in_flight[0].caller)
+                outputs.append(await calls.answer(in_flight[0]))
                 in_flight.popleft()
-            session = find_session()
-            request.group = None if method is None else session.methods[method].group
-            session.accept(request)
+            calls = find_calls()
+            request.group = None if method is None else calls.methods[method].group
+            calls.accept(request)
             in_flight.append(request)
-        while in_flight:
-            outputs.append(await in_flight[0].caller)
+        while calls and in_flight:
+            outputs.append(await calls.answer(in_flight[0]))
             in_flight.popleft()
     finally:
         for request in in_flight:
-            assert session is not None, "it has accepted them"
-            session.abandon(request)
+            assert calls is not None, "it has accepted them"
+            calls.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
                 request.caller.exception()  # mark as retrieved, so that asyncio does not log it
             del request

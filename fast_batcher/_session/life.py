@@ -253,14 +253,13 @@ class CurrentModel:
         self.spec = spec
         # Whether answers may be of another model than `spec`.
         self.is_reloading = False
-        # Called when a reload begins; set by a cache.
-        self.when_reloading: Callable[[], None] | None = None
+        # Reloads that have begun.
+        self.reloads = 0
 
     def begin_reload(self) -> None:
         """Note that workers with another model are being started."""
         self.is_reloading = True
-        if self.when_reloading is not None:
-            self.when_reloading()
+        self.reloads += 1
 
     def end_reload(self, spec: ModelSpec | None = None) -> None:
         """Note that all workers have a new model, or with None the model of before."""

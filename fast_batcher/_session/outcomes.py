@@ -383,24 +383,24 @@ class Ledger:
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
-        self._end(request, "failed" if set_exception(request, error) else "cancelled", reason)
+        self.end(request, "failed" if set_exception(request, error) else "cancelled", reason)
 
     def expire(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller the error of an expired request, which is settled already."""
         set_exception(request, error)
-        self._end(request, "expired", reason)
+        self.end(request, "expired", reason)
 
     def cancel(self, request: Request, reason: str) -> None:
         """Count a request whose caller has gone; the request is settled already."""
         if request.staged is not None:  # a queue may keep the request for some time
             request.staged.release()
-        self._end(request, "cancelled", reason)
+        self.end(request, "cancelled", reason)
 
     def reject(self, request: Request, error: BaseException, reason: str) -> None:
         """Settle a request that was not accepted, and give its caller the error."""
         settle(request)
         set_exception(request, error)
-        self._end(request, "rejected", reason)
+        self.end(request, "rejected", reason)
 
     def reject_call(self, reason: str) -> None:
         """Count a call for which no request was made."""
@@ -414,7 +414,8 @@ class Ledger:
         if self.observers.active:
             self.observers.tell(CacheUsed(self._name, result))
 
-    def _end(self, request: Request, outcome: Outcome, reason: str) -> None:
+    def end(self, request: Request, outcome: Outcome, reason: str) -> None:
+        """Count the end of a settled request."""
         self.counters.outcomes[outcome] += 1
         if self.observers.active:
             wait = 0.0 if outcome == "rejected" else monotonic() - request.arrival

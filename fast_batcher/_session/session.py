@@ -7,8 +7,8 @@
 
 `Session` is what a batcher needs of an opening. `LocalSession` schedules the requests in this
 process, an API process or the host, and owns the workers; `RemoteSession` (`_host/client.py`)
-passes them to the host process of a shared batcher, and `CachingSession` (`cache.py`) looks them up
-before. The methods of `LocalSession` stand in the order of a request's way.
+passes them to the host process of a shared batcher. The methods of `LocalSession` stand in the
+order of a request's way.
 
 A session runs once per turn of the event loop, for all requests that arrived in that turn, so that
 no request has a task, timer, lock or event of its own. It makes no decisions, which is for the
@@ -20,7 +20,7 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -88,6 +88,9 @@ class Session(ABC):
     `_wake_at`.
     """
 
+    # False in a test without timeouts.
+    has_deadlines = True
+
     def __init__(
         self,
         binding: LoopBinding,
@@ -120,16 +123,16 @@ class Session(ABC):
         Called in the caller's context, which the user's functions see.
         """
 
+    def answer(self, request: Request) -> Awaitable[Any]:
+        """Return what the caller of an accepted request waits for."""
+        return request.caller  # type: ignore[no-any-return]  # its future
+
     @abstractmethod
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone.
 
         This must not await: a cancel scope raises again at every `await`.
         """
-
-    @abstractmethod
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of an accepted request, which may have been sent or have ended."""
 
     @abstractmethod
     def has_room(self, request: Request, ahead: int = 0) -> bool:
@@ -602,11 +605,6 @@ class LocalSession(Session):
         if self.scheduler.cancel(request):
             waits = request.phase in (QUEUED, RETRYING)
             self._ledger.cancel(request, "waiting" if waits else "running")
-
-    def raise_priority(self, request: Request, priority: int) -> None:
-        """Raise the priority of an accepted request, if it waits."""
-        self._submit_arrivals(monotonic())  # the request may be among them
-        self.scheduler.raise_priority(request, priority)
 
     def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the queue has room for a request behind the arrivals of this turn."""

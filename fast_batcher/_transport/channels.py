@@ -121,7 +121,6 @@ class Kind:
     RESENT = 36  # pickled (id, pickled input or None)
     RECONFIGURE = 37  # the pickled changes of the settings
     OBSERVE = 38  # send events from now on
-    PRIORITY = 40  # pickled (id of a request, its higher priority)
     STATE_READ = 41  # the answer to STATE
     RELOAD = 42  # pickled (number of the call, fields of a `Generation`)
     BATCH_CONTEXTS = 43  # the answer to FOLLOW: pickled (batch id, list as in CONTEXTS)

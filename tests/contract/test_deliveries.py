@@ -4,15 +4,18 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from waits import LIMIT, ONE_LOOP, turns, until
+from models.base import Echo
+from waits import LIMIT, ONE_LOOP, call, turns, until
 
-from fast_batcher._core.values import Request
-from fast_batcher._session.cache import MOST_BYTES, MOST_PARTS, SLICE, Deliveries
+from fast_batcher import DynBatcher
+from fast_batcher._session.cache import MOST_BYTES, MOST_PARTS, SLICE
+from fast_batcher.testing import BatcherKit
 
 pytestmark = pytest.mark.anyio
 
@@ -33,16 +36,37 @@ class Copied:
         return Copied(self._note)
 
 
-class Receivers:
-    """Callers, and the copies that they got."""
+class Knows:
+    """A cache with one output for every input, which it finds when it may."""
 
-    def __init__(self, count: int) -> None:
-        self.waiting = [Request(None, None) for _ in range(count)]
-        self.got: list[Any] = []
-        self.deliveries = Deliveries(lambda _, output: self.got.append(output))
+    def __init__(self, output: Any) -> None:
+        self._output = output
+        self.may_find = asyncio.Event()
 
-    def begin(self, output: Any) -> None:
-        self.deliveries.add(self.waiting, output, asyncio.get_running_loop())
+    async def get(self, key: Any) -> Any:
+        await self.may_find.wait()
+        return self._output
+
+    def set(self, key: Any, value: Any) -> None:
+        raise AssertionError("nothing is computed")
+
+
+@asynccontextmanager
+async def joined(count: int, output: Any) -> AsyncIterator["list[asyncio.Task[Any]]"]:
+    """Calls of a batcher that get this output in the same turn of the loop."""
+    cache = Knows(output)
+    with BatcherKit():
+        async with DynBatcher(Echo, cache=cache) as batcher:
+            calls = [call(batcher, 1) for _ in range(count)]
+            await turns()
+            assert batcher.stats.cache_coalesced == count - 1
+            cache.may_find.set()
+            yield calls
+
+
+async def outputs_of(calls: "list[asyncio.Task[Any]]") -> list[Any]:
+    async with asyncio.timeout(LIMIT):
+        return await asyncio.gather(*calls)
 
 
 async def test_loop_turn_copies_for_a_time_slice() -> None:
@@ -53,12 +77,11 @@ async def test_loop_turn_copies_for_a_time_slice() -> None:
         time.sleep(SLICE / 4)
         copies[turn] += 1
 
-    receivers = Receivers(40)
-    receivers.begin(Copied(note))
-    while receivers.waiting:
-        turn += 1
-        await asyncio.sleep(0)
-    assert len({id(one) for one in receivers.got}) == 40
+    async with joined(40, Copied(note)) as calls:
+        while not all(one.done() for one in calls):
+            turn += 1
+            await asyncio.sleep(0)
+        assert len({id(one) for one in await outputs_of(calls)}) == 40
     assert max(copies.values()) <= 5
 
 
@@ -73,10 +96,8 @@ def make_heavy(part: Any) -> Any:
 @pytest.mark.parametrize("make", [make_wide, make_heavy])
 async def test_a_thread_makes_the_copies_of_large_outputs(make: Any) -> None:
     threads: list[int] = []
-    receivers = Receivers(3)
-    receivers.begin(make(Copied(lambda: threads.append(threading.get_ident()))))
-    await receivers.deliveries.wait(LIMIT)
-    assert len(receivers.got) == len(threads) == 3
+    async with joined(3, make(Copied(lambda: threads.append(threading.get_ident())))) as calls:
+        assert len({id(one) for one in await outputs_of(calls)}) == len(threads) == 3
     assert threading.get_ident() not in threads
 
 
@@ -87,9 +108,8 @@ async def test_slow_copies_move_to_a_thread() -> None:
         time.sleep(2 * SLICE)
         threads.append(threading.get_ident())
 
-    receivers = Receivers(3)
-    receivers.begin(Copied(note))
-    await until(lambda: len(receivers.got) == 3)
+    async with joined(3, Copied(note)) as calls:
+        await outputs_of(calls)
     assert [one == threading.get_ident() for one in threads] == [True, False, False]
 
 
@@ -97,10 +117,9 @@ async def test_callers_share_an_output_that_cannot_be_copied() -> None:
     def fail() -> None:
         raise asyncio.CancelledError
 
-    receivers = Receivers(2)
     output = Copied(fail)
-    receivers.begin(output)
-    await until(lambda: receivers.got == [output] * 2)
+    async with joined(2, output) as calls:
+        assert await outputs_of(calls) == [output] * 2
 
 
 async def test_callers_may_leave_while_a_thread_copies() -> None:
@@ -108,24 +127,20 @@ async def test_callers_may_leave_while_a_thread_copies() -> None:
 
     def note() -> None:
         begun.set()
-        may_end.wait()
+        assert may_end.wait(LIMIT)
 
-    receivers = Receivers(2)
-    receivers.begin(make_wide(Copied(note)))
-    await until(begun.is_set)
-    receivers.waiting.clear()
-    may_end.set()
-    await receivers.deliveries.wait(LIMIT)
-    assert receivers.got == []
+    async with joined(3, make_wide(Copied(note))) as calls:
+        await until(begun.is_set)
+        for one in calls[:2]:
+            one.cancel()
+        await turns()
+        may_end.set()
+        assert len(await calls[2]) == MOST_PARTS + 1
+        assert [one.cancelled() for one in calls] == [True, True, False]
 
 
-async def test_finish_gives_every_caller_its_copy_now() -> None:
-    receivers = Receivers(3)
-    receivers.begin([1])
-    receivers.deliveries.finish()
-    assert receivers.got == [[1]] * 3
-    await turns()
-    receivers.waiting.append(Request(None, None))
-    receivers.begin([2])
-    await receivers.deliveries.wait(LIMIT)
-    assert receivers.got[3:] == [[2]]
+async def test_callers_get_their_copies_after_the_end() -> None:
+    async with joined(40, Copied(lambda: time.sleep(SLICE / 4))) as calls:
+        await until(lambda: any(one.done() for one in calls))
+        assert not all(one.done() for one in calls)
+    assert len({id(one) for one in await outputs_of(calls)}) == 40

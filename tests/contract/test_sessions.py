@@ -296,7 +296,7 @@ async def test_priorities_groups_and_costs_shape_batches(make: Make, gate: Gate)
     assert_balance(batcher)
 
 
-async def test_joined_call_raises_priority(make: Make, gate: Gate) -> None:
+async def test_call_waits_for_no_equal_one_of_lower_priority(make: Make, gate: Gate) -> None:
     async with make(Holds, 1, model_args=(gate.path,), cache=LRUCache(99)) as batcher:
         first = [call(batcher, "hold")]
         visit = await gate.visit()
@@ -304,18 +304,19 @@ async def test_joined_call_raises_priority(make: Make, gate: Gate) -> None:
         first.append(call(batcher, "behind", priority=9))
         waiting = [call(batcher, number) for number in range(8)]
         await turns()
-        joined = call(batcher, 7, priority=5)
+        urgent = call(batcher, 7, priority=5)
         await turns()
-        # As soon as this one was accepted, the host knows the priority.
-        last = call(batcher, "last")
+        joined = call(batcher, 7)
         await until(lambda: batcher.stats.submitted == 11)
         ended: list[Any] = []
-        for task in (*waiting, joined, last):
+        for task in (*waiting, urgent, joined):
             task.add_done_callback(ended.append)
         visit.let_on()
-        await asyncio.gather(*first, *waiting, joined, last)
+        await asyncio.gather(*first, *waiting, urgent, joined)
         await turns()
-        assert ended == [waiting[7], joined, *waiting[:7], last]
+        assert ended == [urgent, joined, *waiting]
+        stats = batcher.stats
+        assert (stats.cache_misses, stats.cache_coalesced) == (11, 1)
 
 
 def key_of(value: Any) -> Any:

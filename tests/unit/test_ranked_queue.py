@@ -72,48 +72,6 @@ def test_higher_priority_goes_first() -> None:
     assert arrivals.send(3) == [lower]
 
 
-def test_raised_request_goes_by_age() -> None:
-    arrivals = Arrivals()
-    oldest, high, raised, low, higher = (arrivals.add(priority) for priority in (0, 5, 0, 0, 5))
-    arrivals.queue.raise_priority(raised, 5)
-    assert arrivals.send(4) == [high, raised, higher, oldest]
-    assert arrivals.send(4) == [low]
-    assert arrivals.queue.size == 0
-
-
-def test_a_raised_request_expires_at_its_deadline() -> None:
-    arrivals = Arrivals()
-    low, high = arrivals.add(0), arrivals.add(5)
-    arrivals.queue.raise_priority(low, 5)
-    assert arrivals.queue.earliest_deadline() == low.deadline
-    assert arrivals.queue.pop_expired(low.deadline) == [low, high]
-    assert arrivals.queue.size == 0
-
-
-def test_raised_request_waits_one_window_at_most() -> None:
-    arrivals = Arrivals(PaddedPacker(None))
-    raised = arrivals.add(0, cost=9)
-    high = [arrivals.add(1) for _ in range(2 * WINDOW_BATCHES)]
-    arrivals.queue.raise_priority(raised, 1)
-    late = arrivals.add(1, cost=9)
-    for request in high:
-        arrivals.cancel(request)
-    assert arrivals.send(2) == [raised]
-    assert arrivals.send(2) == [late]
-
-
-def test_only_waiting_requests_are_raised() -> None:
-    scheduler = make(max_batch_size=1)
-    # The worker gets its next batch while it computes.
-    running, _, waiting, cancelled = requests = [Request(None, None) for _ in range(4)]
-    assert scheduler.submit(0.0, requests) == []
-    poll_batches(scheduler, 0.0)
-    scheduler.cancel(cancelled)
-    for request in (running, waiting, cancelled):
-        scheduler.raise_priority(request, 1)
-    assert [running.priority, waiting.priority, cancelled.priority] == [0, 1, 0]
-
-
 def test_retried_batch_takes_no_age_turn() -> None:
     scheduler = make(max_batch_size=2)
     scheduler.rank_requests()
