@@ -35,6 +35,7 @@ from fast_batcher._devices import CoreClaim
 from fast_batcher._process import frozen
 from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
+from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import (
     CurrentModel,
     Owners,
@@ -43,7 +44,6 @@ from fast_batcher._session.life import (
     call_on_sigterm,
 )
 from fast_batcher._session.offload import offload
-from fast_batcher._session.outcomes import Ledger
 from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
@@ -210,7 +210,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                     values[option], self._sources[option] = value, source
         settings = self._settings = self._make_settings(values)
         self._model_class = model
-        spec = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
+        spec = self._check_model(model_args, model_kwargs)
         self._model = CurrentModel(spec)
         self.name: str = spec.name if name is None else name
         warn_about_workers(settings)
@@ -683,7 +683,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             present = self._model.spec.read_arguments()
             args = present[0] if args is None else args
             kwargs = present[1] if kwargs is None else kwargs
-        spec = check_model(self._model_class, args, kwargs, self._settings.max_frame_bytes)
+        spec = self._check_model(args, kwargs)
         spec = dataclasses.replace(spec, weights=token_hex(8))
         session = self._session
         assert session is not None, "it has been opened"
@@ -783,6 +783,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             for name in OPTIONS
         }
 
+    def _check_model(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> ModelSpec:
+        most, in_threads = self._settings.max_frame_bytes, self._settings.workers == "threads"
+        return check_model(self._model_class, args, kwargs, most, in_threads=in_threads)
+
     def _make_settings(self, values: Mapping[str, Any]) -> Settings:
         try:
             return Settings(**values)
@@ -828,12 +832,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             return session
         if not is_new:
             self._status.reject_call("it was not opened")  # draining without having been opened
-        _check_platform()
-        self._cores.take()
         self._session = self._calls = session = self._make_session()
         cache = self._settings.cache
         if cache is not None:
             self._calls = SingleFlight(session, cache, self._model, self._ledger)
+        self._cores.take()
         session.begin()
         return session
 
@@ -842,6 +845,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         parts = self._model, settings, status, ledger
         if session_makers:
             return session_makers[-1](self, *parts)
+        if settings.workers != "threads":
+            _check_platform()
         if settings.has_host:
             # Most programs need no host.
             from fast_batcher._host.client import RemoteSession
@@ -973,7 +978,8 @@ class DynBatcher(Generic[InputT, OutputT]):
 def _check_platform() -> None:
     if sys.platform == "win32":
         raise ConfigurationError(
-            "fast_batcher needs Linux or macOS; on Windows run it inside WSL or a container"
+            'worker processes need Linux or macOS; on Windows give workers="threads", or run the '
+            "program inside WSL or a container"
         )
     # Set while a spawned process imports the main module. A batcher opened then would spawn a
     # process that imports the main module, and so on.

@@ -173,7 +173,7 @@ def no_infer(self: Any, inputs: Any) -> Any:
 NOT_IN_WORKER = (
     "what is defined in a notebook, at a prompt, in `python -c`, in a program read from standard "
     "input or in the __main__.py of a package does not exist in the worker process; put it into "
-    "another .py file and import it from there"
+    'another .py file and import it from there, or give workers="threads"'
 )
 
 # Optional methods and attributes of a model, besides `infer`.
@@ -231,9 +231,14 @@ def check_model(
     model_args: object,
     model_kwargs: object,
     max_frame_bytes: int,
+    *,
+    in_threads: bool = False,
 ) -> ModelSpec:
     """Check a model and its arguments without running its code, and pickle them for the workers."""
     name = name_of(model)
+    is_main = isinstance(model, type) and model.__module__ == "__main__"
+    if is_main and not in_threads and not is_main_importable():
+        raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
     if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
         raise ConfigurationError(
             f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
@@ -381,8 +386,6 @@ def _check_class(model: type) -> None:
     fault = find_model_fault(model)
     if fault is not None:
         raise ConfigurationError(f"model={model!r}: {fault}")
-    if model.__module__ == "__main__" and not is_main_importable():
-        raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
     try:
         pickle.dumps(model)
     except Exception as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from math import inf
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Union, get_args, get_origin
 
 from fast_batcher._devices import check_devices, name_devices, place_workers
 from fast_batcher.errors import ConfigurationError
@@ -22,6 +22,7 @@ from fast_batcher.observing import Observer
 from fast_batcher.types import Cache
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
+WorkerKind = Literal["threads", "processes"]
 
 # A longer duration than a year is a unit mistake, and timers of event loops overflow at some point.
 MAX_SECONDS = 365 * 24 * 3600.0
@@ -69,7 +70,7 @@ class BatcherOptions(TypedDict, total=False):
     enabled: bool
     cache: Cache | None
     key: Callable[[Any], Hashable] | None
-    workers: "RemoteWorkers | None"
+    workers: "RemoteWorkers | WorkerKind | None"
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -220,10 +221,10 @@ def _check_shared(name: str, value: object) -> None:
 
 
 def _check_workers(name: str, value: object) -> None:
-    if not isinstance(value, RemoteWorkers):
+    if not isinstance(value, RemoteWorkers) and value not in get_args(WorkerKind):
         raise ConfigurationError(
-            f"{name}={value!r:.100}: give a fast_batcher.ray.RayWorkers; processes of this machine "
-            "need num_workers alone"
+            f'{name}={value!r:.100}: give "processes" (the default), "threads", or a '
+            "fast_batcher.ray.RayWorkers; the number of workers is num_workers"
         )
 
 
@@ -273,6 +274,11 @@ def check_fields(settings: Any) -> None:
 _OF_THIS_MACHINE = {
     "devices": "give num_gpus= to the workers: each sees its own GPUs, as cuda:0",
     "workers_per_device": "give the workers a fraction, for example num_gpus=0.5",
+    "max_rss_bytes": "give max_batches_per_worker=",
+}
+# Options that need processes, and what replaces each with `workers="threads"`.
+_OF_PROCESSES = {
+    "shared": "the threads are those of one process",
     "max_rss_bytes": "give max_batches_per_worker=",
 }
 _GIVE_COST = "give cost=, a function from an input to its cost"
@@ -432,15 +438,15 @@ class Settings:
         Callable[[Any], Hashable] | None, FUNCTION, "Key of an input for `cache`, hashable."
     ] = None
     workers: Annotated[
-        RemoteWorkers | None,
-        Range("`RayWorkers`", _check_workers),
-        "Workers on a Ray cluster, in place of processes of this machine.",
+        RemoteWorkers | WorkerKind | None,
+        Range('`"processes"`, `"threads"` or `RayWorkers`', _check_workers),
+        "Whether workers are processes, threads of this process, or actors of a Ray cluster.",
     ] = None
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
         check_fields(self)
-        self._take_remote_workers()
+        self._take_workers()
         if self.policy == "fixed" and self.max_delay is None:
             raise ConfigurationError(
                 "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so "
@@ -480,27 +486,31 @@ class Settings:
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "num_workers", count)
 
-    def _take_remote_workers(self) -> None:
-        """Take `num_workers` from `workers`, and refuse what concerns this machine alone."""
-        if self.workers is None:
+    def _take_workers(self) -> None:
+        """Take what `workers` implies, and refuse what has no effect with them."""
+        if self.workers in (None, "processes"):
+            return
+        is_remote = isinstance(self.workers, RemoteWorkers)
+        where = "workers= on a cluster" if is_remote else "workers in threads"
+        for name, remedy in (_OF_THIS_MACHINE if is_remote else _OF_PROCESSES).items():
+            if getattr(self, name) != OPTIONS[name].default:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r:.100}: it has no effect with {where}; {remedy}"
+                )
+        if not isinstance(self.workers, RemoteWorkers):
+            object.__setattr__(self, "max_shared_bytes", 0)
             return
         count = self.workers.num_workers
         if self.num_workers not in (1, count):
             raise ConfigurationError(
                 f"num_workers={self.num_workers}: workers= has num_workers={count}; omit the other"
             )
-        for name, remedy in _OF_THIS_MACHINE.items():
-            if getattr(self, name) != OPTIONS[name].default:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r:.100}: it has no effect with workers= on a "
-                    f"cluster; {remedy}"
-                )
         object.__setattr__(self, "num_workers", count)
 
     @property
     def has_host(self) -> bool:
         """Whether the workers belong to a host process."""
-        return bool(self.shared) or self.workers is not None
+        return bool(self.shared) or isinstance(self.workers, RemoteWorkers)
 
     @property
     def batch_limit(self) -> int:
@@ -574,7 +584,7 @@ class Option:
 def _list_options() -> Iterator[Option]:
     for field in fields(Settings):
         kind, values, doc = get_args(field.type)
-        kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         yield Option(
             name=field.name,
             types=tuple(_TYPES_OF_TEXTS[part] for part in kinds if part in _TYPES_OF_TEXTS),
@@ -590,6 +600,7 @@ def _list_options() -> Iterator[Option]:
 _TYPES_OF_TEXTS: dict[Any, type] = {
     **{kind: kind for kind in (int, float, bool, str)},
     PolicyName: str,
+    WorkerKind: str,
     Sequence[str]: list,
     tuple[int, int]: tuple,
 }
@@ -616,7 +627,7 @@ def reject_unknown_options(given: Iterable[str]) -> None:
 def warn_about_workers(settings: Settings) -> None:
     """Warn about more workers than cores, at the line that constructs the batcher."""
     cores = os.cpu_count() or 1
-    is_local = settings.devices is None and settings.workers is None
+    is_local = settings.devices is None and not isinstance(settings.workers, RemoteWorkers)
     if settings.most_workers > cores and is_local:
         warnings.warn(
             f"num_workers={settings.num_workers} is more than the {cores} cores of this machine; "

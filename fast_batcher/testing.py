@@ -19,17 +19,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Self, cast, get_args
 
 from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.queue import Queue
 from fast_batcher._core.values import Batch, Release, Request, settle
 from fast_batcher._parent.pool import MakeWorker
-from fast_batcher._parent.worker_process import WorkerProcess
-from fast_batcher._parent.worker_thread import ThreadedWorker
+from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
+from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel, Status
-from fast_batcher._session.outcomes import Ledger
 from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._transport.pickling import describe
 from fast_batcher.batcher import DynBatcher, session_makers
@@ -42,11 +41,16 @@ from fast_batcher.errors import (
     QueueFullError,
     copy_error,
 )
-from fast_batcher.settings import COUNT, SECONDS_OR_ZERO, Reconfiguration, Settings
+from fast_batcher.settings import (
+    COUNT,
+    SECONDS_OR_ZERO,
+    Reconfiguration,
+    Settings,
+    WorkerKind,
+)
 
 __all__ = ["BatcherKit", "FormedBatch", "WorkerKind"]
 
-WorkerKind = Literal["threads", "processes"]
 # Errors of calls that a batcher refuses: they are counted as rejected, and others as failed.
 _REFUSALS = (BatcherClosedError, DeadlineExceededError, NotReadyError, QueueFullError)
 
@@ -232,13 +236,15 @@ class BatcherKit:
 
     def _change(self, settings: Settings) -> Settings:
         """Return the settings of a batcher under test."""
-        changes: dict[str, Any] = {"shared": False, "shared_version": None, "workers": None}
+        changes: dict[str, Any] = {"shared": False, "shared_version": None}
+        if settings.workers != "threads":
+            changes["workers"] = None
         if not self.timeouts:
             limits = ("timeout", "infer_timeout", "max_latency")
             changes |= dict.fromkeys(limits) | {"start_timeout": _LONG}
         if self.workers == "threads":
-            # A thread has the memory and the collector of this process.
-            changes |= {"max_shared_bytes": 0, "max_rss_bytes": None, "freeze_gc": False}
+            # A thread has the memory of this process.
+            changes |= {"max_shared_bytes": 0, "max_rss_bytes": None}
         return replace(settings, **changes)
 
     def _take_fault(self, batcher: str) -> BatcherError | None:
@@ -330,9 +336,12 @@ class _KitSession(LocalSession):
         return _HoldingPolicy(self._kit, super()._make_policy(settings))
 
     def _choose_worker_kind(self) -> MakeWorker:
-        if self._kit.workers == "processes":
-            return WorkerProcess
-        return partial(ThreadedWorker, lambda: self._kit.latency)
+        is_threaded = self.settings.workers == "threads"
+        if self._kit.workers == "processes" and not is_threaded:
+            return super()._choose_worker_kind()
+        # Pickled as for a process, so that a test finds what cannot be sent.
+        latency = lambda: self._kit.latency  # noqa: E731
+        return partial(ThreadWorker, latency=latency, takes_values=is_threaded)
 
     def wake(self) -> None:
         """Decide again about the waiting requests. Any thread."""

@@ -51,7 +51,7 @@ from fast_batcher._host.protocol import (
     unpack_error,
     unpack_failure,
 )
-from fast_batcher._parent.sending import PicklingWatch, dump_input, make_pickler
+from fast_batcher._parent.sending import OutcomeReader, PicklingWatch, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
     CopyState,
@@ -60,14 +60,9 @@ from fast_batcher._parent.staging import (
     StagedInput,
 )
 from fast_batcher._process import monotonic
+from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import CurrentModel, LoopBinding, Status
-from fast_batcher._session.outcomes import (
-    CostEvaluator,
-    Ledger,
-    OutcomeReader,
-    set_exception,
-    timeout_of,
-)
+from fast_batcher._session.outcomes import CostEvaluator, timeout_of
 from fast_batcher._session.session import Session
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import Frame, Kind

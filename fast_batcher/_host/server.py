@@ -51,8 +51,8 @@ from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerHandle
 from fast_batcher._process import monotonic
+from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import CurrentModel, Status
-from fast_batcher._session.outcomes import Ledger, set_exception
 from fast_batcher._session.session import LocalSession
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE

@@ -24,10 +24,9 @@ from fast_batcher._host.protocol import (
     pack_outcome,
 )
 from fast_batcher._observers import Carried
-from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.sending import BatchSender, OutcomeReader
 from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._parent.worker_process import WorkerHandle
-from fast_batcher._session.outcomes import OutcomeReader
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
 from fast_batcher._transport.pickling import SerializedError, dumps, loads

@@ -2,8 +2,8 @@
 
 A function has one batcher. A method has one batcher for each instance, which is released with the
 instance. Nothing is stored on instances: they can be copied and pickled. A function that blocks,
-and every function of a thread decorator, has one engine and one thread for all its callers. An
-async function of an `aio` decorator runs on the event loop of its callers, so it has an engine for
+and every function of a thread decorator, has one session and one thread for all its callers. An
+async function of an `aio` decorator runs on the event loop of its callers, so it has a session for
 each loop.
 
 `ListFormat` is for functions of a list. `FeatureFormat` is for functions of a dict with one array
@@ -13,6 +13,7 @@ stacked, and the function's outputs are split into rows.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import sys
@@ -21,7 +22,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -29,79 +29,25 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, join, list_outputs, split, split_rows
-from fast_batcher._core.values import Request
-from fast_batcher._local.engine import (
+from fast_batcher._local.function import DecoratorSettings, Function, UserFunction, bind_weakly
+from fast_batcher._local.session import (
     Counts,
-    Engine,
-    EngineWait,
-    TaskWorker,
-    ThreadWorker,
+    FunctionSession,
+    LoopCalls,
+    SessionWait,
     compute_inline,
     is_exiting,
     make_requests,
     run_inline,
     running_batch,
-    running_loop,
 )
-from fast_batcher._local.function import DecoratorSettings, Function, UserFunction, bind_weakly
 from fast_batcher._process import at_fork
+from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.offload import offload
 from fast_batcher._session.output_cache import OutputCache
 from fast_batcher.errors import BatcherClosedError
 from fast_batcher.settings import suggest_parameter
 from fast_batcher.types import BatchProcessorStats, PriorityStrategy
-
-
-@dataclass
-class LoopSubmitter:
-    """Submits the calls of one event loop to an engine."""
-
-    engine: Engine
-    # The callers' event loop.
-    loop: asyncio.AbstractEventLoop
-    settings: DecoratorSettings
-    # The requests of each call of this turn. While there are any, a `flush` is scheduled.
-    pending: list[list[Request]] = field(default_factory=list)
-
-    def process(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
-        """Await the outputs of one or more items; the first error ends the wait for all."""
-        future: asyncio.Future[list[Any]] = self.loop.create_future()
-        return self._wait(future, make_requests(items, future, self.settings))
-
-    def process_one(self, item: Any) -> Coroutine[Any, Any, Any]:
-        """Await the output of one item that has neither a cost nor a priority.
-
-        This omits the `Call` object, which would cost most calls a quarter of their CPU: without
-        the short cut an async function misses the target of `benchmarks/decorators.py`.
-        """
-        future: asyncio.Future[Any] = self.loop.create_future()
-        return self._wait(future, [Request(item, future)])
-
-    async def _wait(self, future: "asyncio.Future[Any]", requests: list[Request]) -> Any:
-        if not self.pending:
-            self.loop.call_soon(self.flush, context=Context())
-        self.pending.append(requests)
-        self.engine.keep_context(requests)
-        try:
-            return await future
-        except BaseException:
-            self._abandon(requests)
-            raise
-        finally:
-            # An error holds this frame, which must not hold the error.
-            del future, requests
-
-    def flush(self) -> None:
-        """Submit the calls of this turn."""
-        pending, self.pending = self.pending, []
-        if pending:
-            self.engine.submit(pending)
-
-    def _abandon(self, requests: list[Request]) -> None:
-        if requests in self.pending:
-            self.pending.remove(requests)
-        else:
-            self.engine.cancel(requests)
 
 
 class LocalBatcher:
@@ -116,14 +62,15 @@ class LocalBatcher:
         at_fork(self, in_child=LocalBatcher._reset)
 
     def _reset(self) -> None:
-        # Protects everything below, and the schedulers of the engines.
+        # Protects everything below, and the schedulers of the sessions.
         self._lock = threading.Lock()
         self._counts = Counts()
+        self._ledger = Ledger(self._function.name, self._settings.observers)
         self._is_closed = False
         # By the event loop that computes the batches, None for a thread.
-        self._engines: dict[asyncio.AbstractEventLoop | None, Engine] = {}
-        # By the callers' event loop. Submitters of closed loops are removed when a new loop calls.
-        self._submitters: dict[asyncio.AbstractEventLoop, LoopSubmitter] = {}
+        self._sessions: dict[asyncio.AbstractEventLoop | None, FunctionSession] = {}
+        # By the callers' event loop. Those of closed loops are removed when a new loop calls.
+        self._loops: dict[asyncio.AbstractEventLoop, LoopCalls] = {}
         # Ends the thread, if there is one, when this batcher is collected.
         self._finalizer: weakref.finalize[[], LocalBatcher] | None = None
 
@@ -133,22 +80,22 @@ class LocalBatcher:
             return []
         self._reject_at_exit()
         with self._lock:
-            engine = self._engine_on(None)
-        with EngineWait(engine) as can_end:
+            session = self._session_on(None)
+        with SessionWait(session) as can_end:
             if can_end:
-                return self._wait(engine, items)
+                return self._wait(session, items)
         computing = compute_inline(self._function, items, self._settings.batch_size)
         return run_inline(computing, is_async=self._function.is_async)
 
-    def _wait(self, engine: Engine, items: Sequence[Any]) -> list[Any]:
+    def _wait(self, session: FunctionSession, items: Sequence[Any]) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
         requests = make_requests(items, future, self._settings)
-        engine.keep_context(requests)
+        session.keep_context(requests)
         try:
-            engine.submit([requests])
+            session.submit([requests])
             return future.result()
         except BaseException:
-            engine.cancel(requests)
+            session.cancel(requests)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
@@ -156,19 +103,19 @@ class LocalBatcher:
 
     def aprocess(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
         """Await the outputs of the items, on the event loop that runs in this thread."""
-        submitter = self._submitter_here()
+        calls = self._calls_here()
         if running_batch.get() is None:
-            return submitter.process(items)
-        return self._aprocess_nested(submitter, items)
+            return calls.process(items)
+        return self._aprocess_nested(calls, items)
 
     def aprocess_one(self, item: Any) -> Coroutine[Any, Any, Any]:
-        """Await the output of one item; not for nested calls. See `LoopSubmitter.process_one`."""
-        return self._submitter_here().process_one(item)
+        """Await the output of one item; not for nested calls. See `LoopCalls.process_one`."""
+        return self._calls_here().process_one(item)
 
-    async def _aprocess_nested(self, submitter: LoopSubmitter, items: Sequence[Any]) -> list[Any]:
-        with EngineWait(submitter.engine) as can_end:
+    async def _aprocess_nested(self, calls: LoopCalls, items: Sequence[Any]) -> list[Any]:
+        with SessionWait(calls.session) as can_end:
             if can_end:
-                return await submitter.process(items)
+                return await calls.process(items)
         computing = compute_inline(self._function, items, self._settings.batch_size)
         if self._function.is_async:
             return await computing
@@ -177,7 +124,7 @@ class LocalBatcher:
     def stats(self) -> BatchProcessorStats:
         """Return the statistics since the first call or the last `clear_stats`."""
         with self._lock:
-            waiting = sum(engine.waiting for engine in self._engines.values())
+            waiting = sum(session.waiting for session in self._sessions.values())
             counts = replace(self._counts)
         return BatchProcessorStats(
             queue_size=waiting,
@@ -185,7 +132,7 @@ class LocalBatcher:
             total_batches=counts.batches,
             avg_batch_size=counts.items / max(1, counts.batches),
             avg_processing_time=counts.seconds / max(1, counts.batches),
-            late_errors=counts.late_errors.count,
+            late_errors=self._ledger.counters.late_errors.count,
         )
 
     def clear_stats(self) -> None:
@@ -193,10 +140,10 @@ class LocalBatcher:
         with self._lock:
             self._counts.items = self._counts.batches = 0
             self._counts.seconds = 0.0
-            self._counts.late_errors.count = 0
+            self._ledger.counters.late_errors.count = 0
 
     def start(self) -> None:
-        """Accept calls again after a shutdown; the next call makes an engine."""
+        """Accept calls again after a shutdown; the next call makes a session."""
         with self._lock:
             self._is_closed = False
 
@@ -206,82 +153,79 @@ class LocalBatcher:
         A call from the function itself, or from a function that it waits for, returns at once. On
         an event loop, calls that were made earlier in this turn are settled, too.
         """
-        for engine in self._close(cancel=cancel):
-            with EngineWait(engine) as can_end:
+        for session in self._close(cancel=cancel):
+            with SessionWait(session) as can_end:
                 if can_end:
-                    engine.ended.result()
-                    engine.worker.join()
+                    session.ended.result()
+                    session.worker.join()
 
     async def ashutdown(self, *, cancel: bool = False) -> None:
-        """Shut down without blocking the event loop; engines of other loops settle their calls."""
-        for engine in self._close(cancel=cancel):
-            with EngineWait(engine) as can_end:
+        """Shut down without blocking the event loop; sessions of other loops settle their calls."""
+        for session in self._close(cancel=cancel):
+            with SessionWait(session) as can_end:
                 if can_end:
-                    await asyncio.shield(asyncio.wrap_future(engine.ended))
-                    engine.worker.join()
+                    await asyncio.shield(asyncio.wrap_future(session.ended))
+                    session.worker.join()
 
-    def _close(self, *, cancel: bool) -> list[Engine]:
-        here = running_loop()
-        submitter = None if here is None else self._submitters.get(here)
-        if submitter is not None:
-            submitter.flush()  # calls of this turn came before the shutdown
+    def _close(self, *, cancel: bool) -> list[FunctionSession]:
+        calls = None
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+            calls = self._loops.get(asyncio.get_running_loop())
+        if calls is not None:
+            calls.flush()  # calls of this turn came before the shutdown
         with self._lock:
             self._is_closed = True
-            self._submitters.clear()
-            engines = dict(self._engines)
-            self._engines.clear()
+            # The sessions keep the present loops to their end.
+            self._loops = {}
+            sessions, self._sessions = self._sessions, {}
             if self._finalizer is not None:
-                # The engine ends its thread. A finalizer would keep it as long as this batcher.
+                # The session ends its thread. A finalizer would keep it as long as this batcher.
                 self._finalizer.detach()
                 self._finalizer = None
-        for loop, engine in engines.items():
-            if loop is None or loop.is_running():
-                engine.close(cancel=cancel)
-            else:
-                engine.abandon()
-        return list(engines.values())
+        for session in sessions.values():
+            session.close(cancel=cancel)
+        return list(sessions.values())
 
     def _reject_at_exit(self) -> None:
         # Before the lock is taken: a daemon thread may have been killed while it held the lock.
         if is_exiting():
             raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
 
-    def _submitter_here(self) -> LoopSubmitter:
+    def _calls_here(self) -> LoopCalls:
         loop = asyncio.get_running_loop()
-        known = self._submitters.get(loop)
+        known = self._loops.get(loop)
         if known is not None:
             return known
         if not self._runs_on_loop:
             self._reject_at_exit()
         with self._lock:
-            closed = [known for known in self._submitters if known.is_closed()]
-            for submitting in closed:
-                del self._submitters[submitting]
-            ended = [self._engines.pop(known) for known in closed if known in self._engines]
-            engine = self._engine_on(loop if self._runs_on_loop else None)
-            submitter = LoopSubmitter(engine, loop, self._settings)
-            self._submitters[loop] = submitter
-        for engine in ended:
-            engine.abandon()
-        return submitter
+            closed = [known for known in self._loops if known.is_closed()]
+            for ended_loop in closed:
+                del self._loops[ended_loop]
+            ended = [self._sessions.pop(known) for known in closed if known in self._sessions]
+            session = self._session_on(loop if self._runs_on_loop else None)
+            calls = self._loops[loop] = LoopCalls(session, loop, self._settings)
+        for session in ended:
+            session.close(cancel=True)
+        return calls
 
-    def _engine_on(self, loop: asyncio.AbstractEventLoop | None) -> Engine:
-        """Return the engine whose batches run on this loop, or in a thread. Call with the lock."""
+    def _session_on(self, loop: asyncio.AbstractEventLoop | None) -> FunctionSession:
+        """Return the session whose batches run on this loop, or in a thread. Call with the lock."""
         if self._is_closed:
             raise BatcherClosedError(
                 f"{self._function.name} was shut down and takes no calls; start() opens it again"
             )
-        engine = self._engines.get(loop)
-        if engine is None:
-            make_worker = ThreadWorker if loop is None else partial(TaskWorker, loop)
-            engine = Engine(self._function, self._settings, self._counts, self._lock, make_worker)
-            self._engines[loop] = engine
+        session = self._sessions.get(loop)
+        if session is None:
+            parts = self._counts, self._ledger, self._lock, self._loops, loop
+            session = FunctionSession(self._function, self._settings, *parts)
+            self._sessions[loop] = session
             if loop is None:
-                # Neither thread nor engine refers to this batcher: it can be collected while the
+                # Neither thread nor session refers to this batcher: it can be collected while the
                 # thread waits.
-                self._finalizer = weakref.finalize(self, engine.worker.stop)
+                self._finalizer = weakref.finalize(self, session.worker.stop)
                 self._finalizer.atexit = False
-        return engine
+        return session
 
 
 # Makes the result of a call from the outputs of its items in their order.
@@ -389,7 +333,7 @@ class BatchingPlan:
 
     @functools.cached_property
     def has_short_cut(self) -> bool:
-        """Whether a single item may use the short cut `LoopSubmitter.process_one`."""
+        """Whether a single item may use the short cut `LoopCalls.process_one`."""
         settings = self.settings
         is_plain = settings.max_batch_length is None and settings.ranks_above >= 1
         return is_plain and self.cache is None and not self.call_format.copies

@@ -17,7 +17,6 @@ import functools
 import itertools
 import logging
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -37,12 +36,11 @@ from fast_batcher._observers import Observers
 from fast_batcher._parent.staging import JobThread, MemoryService
 from fast_batcher._parent.worker_process import (
     Exit,
-    WorkerEvents,
     WorkerHandle,
     WorkerProcess,
     WorkerState,
 )
-from fast_batcher._process import monotonic
+from fast_batcher._process import SIGKILL, after_fork_in_child, monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher.errors import BatcherClosedError, WorkerStartupError
@@ -62,7 +60,7 @@ TERMINATE_GRACE = 0.5
 # uninterruptible system call (a driver, a network file system) may stay for ever.
 KILL_GRACE = 5.0
 # Signals to workers that have not ended by themselves, and the seconds to wait after each.
-LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
+LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (SIGKILL, KILL_GRACE))
 # Seconds, at the end of the interpreter: a loop that has not ended its pools by then is blocked.
 # Together with the steps before, a program that forgot to stop still exits within 3 s.
 LOOP_GRACE = 0.5
@@ -77,20 +75,7 @@ MAIN_GUARD = (
 
 
 # Makes a worker; the arguments are those of `WorkerHandle`.
-MakeWorker = Callable[
-    [
-        int,
-        int,
-        ModelSpec,
-        Settings,
-        Placement,
-        Slabs | None,
-        WorkerEvents,
-        Callable[[int, Frame], None],
-        str,
-    ],
-    WorkerHandle,
-]
+MakeWorker = Callable[..., WorkerHandle]
 
 
 class PoolEvents(Protocol):
@@ -748,7 +733,7 @@ def _make_early_exit_error(worker: WorkerHandle, exit: Exit) -> WorkerStartupErr
 # workers.
 _open_pools: set[Pool] = set()
 # In a forked copy of the process the workers are children of another.
-os.register_at_fork(after_in_child=_open_pools.clear)
+after_fork_in_child(_open_pools.clear)
 
 
 def end_pools(pools: list[Pool], grace: float) -> None:
@@ -770,17 +755,8 @@ def end_pools(pools: list[Pool], grace: float) -> None:
 def _reap_dead(pools: list[Pool], seconds: float) -> None:
     """Reap the workers that die within `seconds`; return at once when all are dead."""
     deadline = monotonic() + seconds
-    poller = select.poll()
-    waiting = {worker.death_fd: worker for pool in pools for worker in pool.alive()}
-    for fd in waiting:
-        poller.register(fd, select.POLLIN)
-    while waiting:
-        ready = poller.poll(max(0.0, deadline - monotonic()) * 1000)
-        if not ready:
-            return
-        for fd, _ in ready:
-            poller.unregister(fd)
-            worker = waiting.pop(fd)
+    for worker in [worker for pool in pools for worker in pool.alive()]:
+        if worker.wait_until_dead(max(0.0, deadline - monotonic())):
             worker.reap()
             if worker.outbox is not None:
                 worker.outbox.close()
@@ -803,7 +779,7 @@ def end_forgotten_pools() -> None:
     for pool in list(_open_pools):  # its loop is blocked, or has just stopped
         pool.is_closing = True
         for worker in pool.alive():
-            worker.signal(signal.SIGKILL)
+            worker.signal(SIGKILL)
 
 
 def _end_on_loop(

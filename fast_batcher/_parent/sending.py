@@ -1,9 +1,9 @@
-"""Sending of batches to workers: one frame, several, or shared memory. Parent, event loop's thread.
+"""Batches to workers and their answers, as frames or in shared memory. Parent, event loop's thread.
 
 A batch is usually one frame. The other paths in this module serve a batch with an input that cannot
 be pickled, a batch larger than a frame, and large inputs, which go through memory that is shared
-with the workers. The sender does not choose batches, which the scheduler does, and does not read
-answers, which `Answers` does.
+with the workers. The sender does not choose batches, which the scheduler does. `read_outcomes` and
+`read_shared_outcomes` read what comes back.
 """
 
 import functools
@@ -12,9 +12,9 @@ import logging
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from fast_batcher._core.values import Batch, Request, most_batches
+from fast_batcher._core.values import Batch, Failure, Request, most_batches
 from fast_batcher._parent.staging import (
     MOST_AT_ONCE,
     CopyState,
@@ -25,8 +25,9 @@ from fast_batcher._parent.staging import (
 from fast_batcher._parent.worker_process import WorkerHandle
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
+from fast_batcher._shared_memory.outbox import Answer, OutboxReader
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import Frame, Kind, Reservation
+from fast_batcher._transport.channels import KIND_NAMES, Frame, Kind, Reservation
 from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     OutOfBandPickle,
@@ -35,10 +36,13 @@ from fast_batcher._transport.pickling import (
     dump_atoms,
     dumps,
     loads,
+    one_line,
 )
 from fast_batcher.errors import (
     BatcherError,
+    InferenceError,
     RequestTooLargeError,
+    TransportError,
     UnsendableValueError,
 )
 from fast_batcher.settings import Settings
@@ -114,6 +118,9 @@ class BatchSender:
         if requests[0].staged is not None and self._send_staged(batch, worker):
             return []
         values = [*map(_value_of, requests)]
+        if worker.takes_values:
+            worker.send(Kind.VALUES, batch.id, values)
+            return []
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
             worker.send(Kind.INPUT_ATOMS, batch.id, body)
@@ -395,3 +402,109 @@ def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes
             f"the input takes {len(item)} bytes, more than max_frame_bytes={max_frame_bytes} allows"
         )
     return item
+
+
+# Answers.
+
+# Frames that are one failure for every request of their batch.
+FAILURE_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL, Kind.FAILED})
+
+
+class OutcomeReader:
+    """Turns what a worker has pickled for one request into its outcome."""
+
+    def read_item(self, item: bytes) -> Any:
+        """Return the output in a separate pickle, or the `Failure` of one that cannot be read."""
+        try:
+            return loads(item)
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+            return _unreadable(error)
+
+    def read_error(self, error: SerializedError) -> Failure:
+        """Return the failure for one request."""
+        return Failure(error.to_error())
+
+
+def read_outcomes(
+    frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
+) -> list[Any]:
+    """Read the outcomes of a batch, by position."""
+    outcomes: list[Any]
+    if frame.kind == Kind.OUTPUT_ATOMS:
+        outcomes = loads(frame.body)
+    elif frame.kind == Kind.OUTPUT_VALUES:
+        outcomes = [
+            reader.read_error(value) if type(value) is SerializedError else value
+            for value in frame.body
+        ]
+    elif frame.kind == Kind.OUTPUTS:
+        outcomes = [
+            reader.read_item(item)
+            if isinstance(item, bytes)
+            else reader.read_error(_read_error(item))
+            for item in (earlier or []) + loads(frame.body)
+        ]
+    elif frame.kind in FAILURE_KINDS:
+        error = SerializedError(*loads(frame.body))
+        outcomes = [reader.read_error(error) for _ in range(count)]
+    else:
+        raise TransportError(f"a worker answered with {KIND_NAMES[frame.kind]}")
+    if len(outcomes) != count:
+        raise _wrong_count(len(outcomes), count)
+    return outcomes
+
+
+class SharedOutcomes(NamedTuple):
+    """Outcomes of a batch that are still in an outbox."""
+
+    # The outputs; ignored at the positions of errors.
+    answer: Answer
+    # The errors by position.
+    errors: dict[int, SerializedError]
+
+    def read(self, count: int) -> list[Any]:
+        """Copy the outcomes out, unless that was done before, and free their memory."""
+        outcomes = self.answer.load(_unreadable)
+        if len(outcomes) != count:
+            raise _wrong_count(len(outcomes), count)
+        for position, failure in self.read_errors().items():
+            if position >= count:
+                raise TransportError(f"an error came back for input {position} of {count}")
+            outcomes[position] = failure
+        return outcomes
+
+    def read_errors(self) -> dict[int, Failure]:
+        """Return the failures by position."""
+        try:
+            return {
+                int(position): Failure(SerializedError(*error).to_error())
+                for position, error in self.errors.items()
+            }
+        except (AttributeError, TypeError, ValueError) as raised:
+            text = f"errors came back that are not errors: {one_line(raised)}"
+            raise TransportError(text) from raised
+
+
+def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOutcomes:
+    """Find the outcomes that a worker has left in its outbox."""
+    start, sizes, frozen, items, errors = loads(frame.body)
+    if outbox is None:
+        raise TransportError("a worker without an outbox announced an answer in its outbox")
+    return SharedOutcomes(outbox.find(start, sizes, frozen, items), errors)
+
+
+def _read_error(item: Any) -> SerializedError:
+    try:
+        return SerializedError(*item)
+    except TypeError:
+        text = f"the output cannot be unpickled: it is a {type(item).__name__}"
+        return SerializedError(text, "", None)
+
+
+def _wrong_count(found: int, count: int) -> TransportError:
+    return TransportError(f"{found} outcomes came back for {count} requests")
+
+
+def _unreadable(error: BaseException) -> Failure:
+    text = f"the output cannot be unpickled: {one_line(error)}"
+    return Failure(InferenceError(text))

@@ -23,8 +23,8 @@ import io
 import logging
 import multiprocessing
 import os
+import select
 import signal
-import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -34,13 +34,13 @@ from contextvars import Context
 from enum import Enum
 from io import FileIO
 from multiprocessing import reduction, resource_tracker, spawn
-from multiprocessing.connection import Connection
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._devices import Placement, thread_share, worker_environment
 from fast_batcher._process import (
+    SIGKILL,
     PassedDescriptor,
     monotonic,
     opened_descendants,
@@ -163,6 +163,9 @@ _READY = WorkerState.READY
 class WorkerHandle(ABC):
     """A worker, from its start to its death. A replacement is another object."""
 
+    # Whether the inputs of its batches are sent as they are, to a thread of this process.
+    takes_values = False
+
     def __init__(
         self,
         id: int,
@@ -269,24 +272,24 @@ class WorkerHandle(ABC):
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
     @abstractmethod
-    def send(self, kind: int, batch_id: int, body: bytes) -> None:
+    def send(self, kind: int, batch_id: int, body: Any) -> None:
         """Send a frame without waiting."""
 
     @abstractmethod
     def skip(self, batch_id: int) -> None:
         """Let the worker not compute a batch, unless it has begun."""
 
-    @abstractmethod
     def reserve(self) -> Reservation:
         """Reserve a position for frames that are not ready yet; later frames wait behind it."""
+        raise NotImplementedError  # without shared memory all frames are ready at once
 
-    @abstractmethod
     def fill(self, reservation: Reservation, frames: Frames) -> None:
         """Send zero or more frames at the position that was reserved for them."""
+        raise NotImplementedError
 
-    @abstractmethod
     def is_sending(self) -> bool:
         """Return whether delayed frames were sent since the last call, or are not ready yet."""
+        return False
 
     # Frames from the worker.
 
@@ -328,9 +331,9 @@ class WorkerHandle(ABC):
         """Return the id of the batch that the worker began last, None without any."""
 
     @property
-    @abstractmethod
     def rss_bytes(self) -> int:
         """Resident memory, 0 if it cannot be read."""
+        return 0
 
     # End.
 
@@ -360,7 +363,7 @@ class WorkerHandle(ABC):
     def kill(self) -> None:
         """Kill the worker; `worker_exited` follows. During `spawn` it is killed afterwards."""
         self.ignore()
-        self.signal(signal.SIGKILL)
+        self.signal(SIGKILL)
 
     def kill_on_protocol_error(self, error: Exception) -> None:
         """Log that the worker broke the protocol, and kill it."""
@@ -371,9 +374,15 @@ class WorkerHandle(ABC):
         self.kill()
 
     @property
-    @abstractmethod
     def death_fd(self) -> int:
         """Descriptor that is readable once the worker is dead; -1 after `reap`."""
+        return -1
+
+    def wait_until_dead(self, seconds: float) -> bool:
+        """Wait for the death of the worker; return whether it is dead."""
+        poller = select.poll()
+        poller.register(self.death_fd, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
 
     @abstractmethod
     def reap(self) -> Exit | None:
@@ -390,22 +399,6 @@ class WorkerHandle(ABC):
 # Signals that go to the whole process group, and would end a child that is still importing. The
 # child inherits them as blocked, and unblocks them when it has handlers.
 _BLOCKED = {signal.SIGINT, signal.SIGTERM}
-
-
-class Child(Protocol):
-    """A running process, or a thread in its place."""
-
-    pid: int
-
-    @property
-    def death_fd(self) -> int:
-        """Descriptor that becomes readable at its death."""
-
-    def take_exit_code(self) -> int | None:
-        """Return the exit code of the dead child, negative for a signal; None if it is unknown."""
-
-    def close(self) -> None:
-        """Close all descriptors."""
 
 
 class ChildProcess:
@@ -472,7 +465,7 @@ class ChildProcess:
                     return None
                 return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
             # The sentinel is closed a moment before the process is dead.
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except (ChildProcessError, ProcessLookupError):
             return None
@@ -590,7 +583,7 @@ _context = multiprocessing.get_context("spawn")
 class _LiveProcess(NamedTuple):
     """Resources of a live process."""
 
-    child: Child
+    child: ChildProcess
     channel: LoopChannel
     progress: WorkerProgress
     logs: LogReceiver
@@ -621,7 +614,8 @@ class WorkerProcess(WorkerHandle):
             outbox = _make_outbox(settings)
             if isinstance(outbox, OutboxReader):
                 undo.callback(outbox.close)
-            child = self._start_child(theirs, progress, sender, outbox)
+            logs_there = LogSettings.of_this_process(sender)
+            child = self._start_child(theirs, progress, logs_there, self._slabs, outbox)
             undo.pop_all()
         # The child has its own copies of these.
         sender.close()
@@ -637,26 +631,13 @@ class WorkerProcess(WorkerHandle):
         logs = LogReceiver(receiver, progress, attributes)
         self._live = _LiveProcess(child, channel, progress, logs)
 
-    def _start_child(
-        self,
-        ends: tuple[Connection, Connection],
-        progress: WorkerProgress,
-        log_socket: socket.socket,
-        outbox: OutboxReader | OSError | None,
-    ) -> Child:
+    def _start_child(self, *passed: Any) -> ChildProcess:
         """Start the process with copies of these. Spawner thread."""
         settings, placement = self._settings, self._placement
         threads = placement.threads or thread_share(settings.most_workers)
         process = _context.Process(
             target=worker_main,
-            args=(
-                ends,
-                progress,
-                LogSettings.of_this_process(log_socket),
-                self._slabs,
-                outbox,
-                self.make_worker_settings(threads),
-            ),
+            args=(*passed, self.make_worker_settings(threads)),
             name=f"fast_batcher-{self.model_spec.name}-{self.index}",
             # Not daemonic: a model may have children, for example those of a data loader.
             daemon=False,
@@ -762,7 +743,7 @@ class WorkerProcess(WorkerHandle):
             is_ours=is_ours,
             taken=progress.taken,
             begun=progress.begun,
-            may_be_out_of_memory=exit_code == -signal.SIGKILL and not is_ours,
+            may_be_out_of_memory=exit_code == -SIGKILL and not is_ours,
         )
         end_leases(self.leases, progress.inherited)
         child.close()
@@ -812,5 +793,5 @@ def describe_exit(code: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = "unknown"
-    hint = ", possibly out of memory" if -code == signal.SIGKILL else ""
+    hint = ", possibly out of memory" if -code == SIGKILL else ""
     return f"signal {-code} ({name}{hint})"

@@ -1,194 +1,229 @@
-"""A worker that is a thread of this process, for the tests of an app: see `fast_batcher.testing`.
+"""A worker that is a thread of this process: `DynBatcher(Model, workers="threads")`, the test kit.
 
-    loop's thread    as for a worker process: the same channel, through pipes
+    loop's thread    sends frames, and reads what the worker's thread has left
     worker's thread  loads the model, serves it (`_worker/main.py`), and ends
+
+Frames are objects of this process and pass no pipe. The inputs and outputs in them are the callers'
+own objects, but for a kit, which pickles them as for a process.
 
 A thread cannot be killed. One that is to die counts as dead at once, its answers are lost, and it
 ends when the model's call returns. One that could not load its model is ending anyway.
 """
 
-import contextlib
 import os
 import signal
-import socket
 import threading
+from asyncio import AbstractEventLoop
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context
-from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
-from fast_batcher._parent.worker_process import Child, WorkerProcess
-from fast_batcher._shared_memory.outbox import OutboxReader
-from fast_batcher._transport.channels import BlockingChannel, Ends, Frame, Kind
+from fast_batcher._devices import thread_share
+from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerState, describe_exit
+from fast_batcher._transport.channels import Frame, Kind
+from fast_batcher._transport.pickling import SerializedError, describe
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import BATCHES, ReplyEncoder
-from fast_batcher._worker.main import load_and_serve
+from fast_batcher._worker.loop import BATCHES, Reply, ReplyEncoder
+from fast_batcher._worker.main import WorkerSettings, load_and_serve
 
 
-class ThreadChannel(BlockingChannel):
-    """A channel of a worker's thread, whose batches come later, as if the model took longer.
+class ValueEncoder(ReplyEncoder):
+    """Passes the outputs of batches on as they are."""
 
-    Args:
-        ends: As for `BlockingChannel`.
-        max_frame_bytes: As for `BlockingChannel`.
-        latency: Returns the seconds.
-        is_abandoned: Set when the worker counts as dead: nothing comes any more.
-        has_failed: To be set before the parent reads that the model was not loaded.
-    """
-
-    def __init__(
-        self,
-        ends: Ends,
-        max_frame_bytes: int,
-        latency: Callable[[], float],
-        is_abandoned: threading.Event,
-        has_failed: threading.Event,
-    ) -> None:
-        super().__init__(ends, max_frame_bytes)
-        self._latency = latency
-        self._is_abandoned = is_abandoned
-        self._has_failed = has_failed
-
-    def receive(self) -> Frame | None:
-        """Wait for the next frame, and before a batch for the latency."""
-        frame = super().receive()
-        if frame is not None and frame.kind in BATCHES:
-            self._is_abandoned.wait(self._latency())
-        return None if self._is_abandoned.is_set() else frame
-
-    def send(self, kind: int, *arguments: Any, **options: Any) -> None:
-        """Send a frame, and note whether it is the last one of a failed start."""
-        if kind == Kind.STARTUP_FAILED:
-            self._has_failed.set()
-        super().send(kind, *arguments, **options)
+    def pack(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
+        """Return the frame that answers a batch."""
+        for position, output in enumerate(outputs):
+            if issubclass(type(output), BaseException):
+                errors.setdefault(position, describe(output))
+        outcomes = [errors.get(position, output) for position, output in enumerate(outputs)]
+        return [(Kind.OUTPUT_VALUES, outcomes)]
 
 
-class WorkerThread:
-    """A thread in the place of a process: it has an exit code, and a descriptor that tells of it.
-
-    Args:
-        work: Function that runs on the thread, and returns the exit code.
-        release: Closes what the thread has open, at its end.
-        is_abandoned: To be set when the thread counts as dead, whatever it does.
-        has_failed: Set when the model was not loaded: the thread ends by itself.
-        name: Name of the thread.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[], int],
-        release: Callable[[], None],
-        is_abandoned: threading.Event,
-        has_failed: threading.Event,
-        name: str,
-    ) -> None:
-        self.pid = os.getpid()
-        # The second is shut down at the end of the thread, or when it is abandoned.
-        self._death, self._life = socket.socketpair()
-        self._work = work
-        self._release = release
-        self._is_abandoned = is_abandoned
-        self._has_failed = has_failed
-        self._exit_code: int | None = None
-        self._thread = threading.Thread(
-            target=Context().run, args=(self._run,), name=name, daemon=True
-        )
-        self._thread.start()
-
-    def _run(self) -> None:
-        code = 1
-        try:
-            code = self._work()
-        finally:
-            if self._exit_code is None:
-                self._exit_code = code
-            # First: a worker that closes its pipes before its death is killed.
-            self._hang_up()
-            self._life.close()
-            self._release()
-
-    def _hang_up(self) -> None:
-        # `close` alone would not wake the other end while a forked child has a copy.
-        with contextlib.suppress(OSError):  # it is closed already
-            self._life.shutdown(socket.SHUT_RDWR)
-
-    @property
-    def death_fd(self) -> int:
-        """Descriptor that becomes readable when the thread ends or is abandoned."""
-        return self._death.fileno()
-
-    def abandon(self, number: signal.Signals) -> None:
-        """Count the thread as dead, whatever it does, unless it ends by itself."""
-        if self._exit_code is None and not self._has_failed.is_set():
-            self._exit_code = -number
-            self._is_abandoned.set()
-            self._hang_up()
-
-    def take_exit_code(self) -> int | None:
-        """Return the exit code, negative for a signal."""
-        return self._exit_code
-
-    def close(self) -> None:
-        """Close the descriptors; a thread that has ended is gone afterwards."""
-        self._death.close()
-        if not self._is_abandoned.is_set():
-            self._thread.join()
-
-
-class ThreadedWorker(WorkerProcess):
+class ThreadWorker(WorkerHandle):
     """A worker that is a thread of this process.
 
     Args:
-        latency: Returns the seconds that each batch takes besides the model's.
         arguments: As for `WorkerHandle`.
+        latency: Returns the seconds that each batch takes besides the model's.
+        takes_values: Whether inputs and outputs are passed on as they are, without pickling.
     """
 
-    def __init__(self, latency: Callable[[], float], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._latency = latency
-
-    def _start_child(
+    def __init__(
         self,
-        ends: tuple[Connection, Connection],
-        progress: WorkerProgress,
-        log_socket: socket.socket,
-        outbox: OutboxReader | OSError | None,
-    ) -> Child:
-        """Start the thread; its log records need no socket."""
-        source, sink = ends
-        own_ends = (
-            Connection(os.dup(source.fileno()), writable=False),
-            Connection(os.dup(sink.fileno()), readable=False),
-        )
-        own_progress = progress.duplicate()
-        settings = self.make_worker_settings(threads=1)
-        is_abandoned = threading.Event()
-        has_failed = threading.Event()
-        channel = ThreadChannel(
-            own_ends, settings.max_frame_bytes, self._latency, is_abandoned, has_failed
-        )
-        encoder = ReplyEncoder(None, settings.max_frame_bytes)
+        *arguments: Any,
+        latency: Callable[[], float] = float,
+        takes_values: bool = True,
+    ) -> None:
+        super().__init__(*arguments)
+        self.takes_values = takes_values
+        self._latency = latency
+        self._frames: SimpleQueue[Frame | None] = SimpleQueue()
+        # Frames from the thread that the loop has not read yet.
+        self._answers: deque[Frame] = deque()
+        self._progress = WorkerProgress(-1)
+        self._thread: threading.Thread | None = None
+        # Set when it counts as dead, whatever the thread does; and when it is dead.
+        self._is_abandoned = threading.Event()
+        self._is_dead = threading.Event()
+        # The thread ends by itself, because it could not load the model.
+        self._has_failed = False
+        self._exit_code = 0
 
-        def serve() -> int:
-            try:
-                return load_and_serve(channel, own_progress, None, encoder, settings)
-            except BrokenPipeError:  # it was abandoned
-                return 0
+    # Start.
 
-        def release() -> None:
-            channel.close()
-            own_progress.close()
-
+    def spawn(self) -> None:
+        """Start the thread. Spawner thread."""
         name = f"fast_batcher-worker-{self._name}-{self.index}"
-        return WorkerThread(serve, release, is_abandoned, has_failed, name)
+        thread = threading.Thread(target=Context().run, args=(self._run,), name=name, daemon=True)
+        thread.start()
+        self.pid, self._thread = os.getpid(), thread
+
+    def attach(self, loop: AbstractEventLoop) -> None:
+        """Read answers on this event loop, and send the worker its model."""
+        self._loop = loop
+        self.is_attached = True
+        self.send(Kind.LOAD, 0, self.model_spec.pickled)
+        self._read_soon()  # it may be dead already
 
     @property
-    def rss_bytes(self) -> int:
-        """Return 0: the memory is that of the whole process."""
-        return 0
+    def is_alive(self) -> bool:
+        """Whether the thread was started and has not been reaped."""
+        return self._thread is not None
+
+    def make_worker_settings(self, threads: int) -> WorkerSettings:
+        """Make the settings of the worker: it sees all devices of this process by their names."""
+        settings, device = super().make_worker_settings(threads), None
+        if self._settings.devices is not None:
+            name = self._settings.devices[self.index % len(self._settings.devices)]
+            device = name if name.startswith("cuda") else "cpu"
+        return settings._replace(freeze_gc=False, device=device, copies_outputs=self.takes_values)
+
+    # The worker's thread.
+
+    def _run(self) -> None:
+        settings = self.make_worker_settings(thread_share(self._settings.most_workers))
+        encoder = (ValueEncoder if self.takes_values else ReplyEncoder)(
+            None, settings.max_frame_bytes
+        )
+        code = 1
+        try:
+            code = load_and_serve(_Channel(self), self._progress, None, encoder, settings)
+        finally:
+            if not self._is_abandoned.is_set():
+                self._exit_code = code
+                self._end()
+
+    def receive(self) -> Frame | None:
+        """Wait for the next frame, and before a batch for the latency; None at the end."""
+        frame = self._frames.get()
+        if frame is not None and frame.kind in BATCHES and (seconds := self._latency()):
+            self._is_abandoned.wait(seconds)
+        return None if self._is_abandoned.is_set() else frame
+
+    def bring(self, frame: Frame) -> None:
+        """Hand a frame over to the loop's thread."""
+        self._has_failed |= frame.kind == Kind.STARTUP_FAILED
+        if not self._is_abandoned.is_set():
+            self._answers.append(frame)
+            self._read_soon()
+
+    def _end(self) -> None:
+        self._is_dead.set()
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._read, context=Context())
+
+    def _read(self) -> None:
+        if self._is_dead.is_set():
+            self._died()
+        else:
+            self.read_all()
+
+    # Frames, progress and memory.
+
+    def send(self, kind: int, batch_id: int, body: Any) -> None:
+        """Hand a frame over to the thread."""
+        self._frames.put(Frame(kind, batch_id, 0.0, body))
+
+    def skip(self, batch_id: int) -> None:
+        """Let the worker not compute a batch, unless it has begun."""
+        self._progress.skip(batch_id)
+
+    def read_all(self) -> bool:
+        """Dispatch the frames that have arrived; none arrives in part."""
+        while self._answers and self.is_alive:
+            try:
+                self._dispatch(self._answers.popleft())
+            except Exception as error:  # noqa: BLE001  as in `LoopChannel`
+                self.kill_on_protocol_error(error)
+        return False
+
+    def read_begun(self) -> int | None:
+        """Return the id of the batch that the worker began last, None without any."""
+        return self._progress.begun
+
+    # End.
+
+    def disconnect(self) -> None:
+        """Let the thread end after its current batch."""
+        self.ignore()
+        self._frames.put(None)
 
     def signal(self, number: signal.Signals) -> None:
-        """Count the thread as dead, whatever the signal."""
-        if self._live is not None:
-            assert isinstance(self._live.child, WorkerThread), "made above"
-            self._live.child.abandon(number)
+        """Count the thread as dead, whatever the signal, unless it ends by itself."""
+        if self.is_alive and not self._is_dead.is_set() and not self._has_failed:
+            self._exit_code = -number
+            self._is_abandoned.set()
+            self._answers.clear()
+            self._frames.put(None)
+            self._end()
+
+    def wait_until_dead(self, seconds: float) -> bool:
+        """Wait for the death of the worker; return whether it is dead."""
+        return self._is_dead.wait(seconds)
+
+    def reap(self) -> Exit | None:
+        """Forget the thread; None if that was done before."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return None
+        if not self._is_abandoned.is_set():
+            thread.join()
+        is_ours = self.state is WorkerState.ENDING
+        return Exit(
+            text=describe_exit(self._exit_code),
+            by_signal=self._exit_code < 0,
+            is_clean=self._exit_code == 0 and self.was_asked_to_end,
+            is_ours=is_ours,
+            taken=self._progress.taken,
+            begun=self._progress.begun,
+            may_be_out_of_memory=False,
+        )
+
+
+class _Channel:
+    """The frames to a worker's thread and from it: see `WorkerChannel`."""
+
+    def __init__(self, worker: ThreadWorker) -> None:
+        self._worker = worker
+        self.receive = worker.receive
+
+    def send(
+        self,
+        kind: int,
+        batch_id: int = 0,
+        body: Any = b"",
+        seconds: float = 0.0,
+        ahead: bytes = b"",
+    ) -> None:
+        """Hand a frame over to the loop's thread."""
+        self._worker.bring(Frame(kind, batch_id, seconds, body))
+
+    def send_packed(self, data: bytes) -> None:
+        """Send nothing: no shared memory is to be reported."""

@@ -384,11 +384,6 @@ class RayWorker(WorkerHandle):
         """Return None: the actor's progress is not known here."""
         return None
 
-    @property
-    def rss_bytes(self) -> int:
-        """Return 0: the actor's memory is not read."""
-        return 0
-
     # End.
 
     def disconnect(self) -> None:

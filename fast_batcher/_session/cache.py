@@ -22,9 +22,10 @@ from typing import Any, Final
 from fast_batcher._arrays.joining import is_much
 from fast_batcher._core.values import Request
 from fast_batcher._process import monotonic
+from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import CurrentModel
 from fast_batcher._session.offload import offload
-from fast_batcher._session.outcomes import Ledger, set_exception, timeout_of
+from fast_batcher._session.outcomes import timeout_of
 from fast_batcher._session.output_cache import EXITS, OutputCache
 from fast_batcher._session.session import Session
 from fast_batcher._transport.pickling import to_cause

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from fast_batcher._core.values import MOVES, Event, State
 from fast_batcher._process import at_fork, monotonic
-from fast_batcher._session.outcomes import Ledger
+from fast_batcher._session.ledger import Ledger
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,

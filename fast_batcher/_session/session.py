@@ -48,20 +48,20 @@ from fast_batcher._core.values import (
     State,
 )
 from fast_batcher._parent.pool import MakeWorker, Pool
-from fast_batcher._parent.sending import BatchSender
-from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerProcess
-from fast_batcher._process import monotonic
-from fast_batcher._session.life import CurrentModel, LoopBinding, Status
-from fast_batcher._session.outcomes import (
-    CostEvaluator,
-    Ledger,
+from fast_batcher._parent.sending import (
+    BatchSender,
     OutcomeReader,
-    Reports,
     SharedOutcomes,
     read_outcomes,
     read_shared_outcomes,
 )
+from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
+from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerProcess
+from fast_batcher._parent.worker_thread import ThreadWorker
+from fast_batcher._process import monotonic
+from fast_batcher._session.ledger import Ledger
+from fast_batcher._session.life import CurrentModel, LoopBinding, Status
+from fast_batcher._session.outcomes import CostEvaluator, Reports
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dumps, loads, measure_size
 from fast_batcher.errors import (
@@ -313,7 +313,7 @@ class LocalSession(Session):
         return MemoryService(self.binding.loop, self.settings.max_shared_bytes, self._name)
 
     def _choose_worker_kind(self) -> MakeWorker:
-        return WorkerProcess
+        return ThreadWorker if self.settings.workers == "threads" else WorkerProcess
 
     def _make_sender(self) -> BatchSender:
         return BatchSender(self.settings, self.memory, self.pool.workers, self, self._name)
@@ -378,7 +378,7 @@ class LocalSession(Session):
             try:
                 self._do(action)
             except Exception as error:  # noqa: BLE001  the other actions must be carried out
-                to_error = self._reports.internal_error(error)
+                to_error = self._ledger.internal_error(error)
                 if isinstance(action, Expire):
                     self._ledger.expire(action.request, to_error(), str(action.reason))
                 elif isinstance(action, Dispatch):
@@ -399,7 +399,7 @@ class LocalSession(Session):
         try:
             rejected = self.scheduler.submit(now, arrivals)
         except Exception as fault:  # noqa: BLE001  every call must end
-            to_error = self._reports.internal_error(fault)
+            to_error = self._ledger.internal_error(fault)
             for request in arrivals:
                 if not request.is_settled:
                     self._ledger.reject(request, to_error(), "internal error")
@@ -428,7 +428,7 @@ class LocalSession(Session):
             self.pool.replace(action.worker)
             self._reports.log_infer_timeout(self.scheduler.workers.slots[action.worker].index)
         else:
-            to_error = self._reports.internal_error(action.error)
+            to_error = self._ledger.internal_error(action.error)
             for request in action.requests:
                 self._ledger.fail(request, to_error(), "internal error")
 

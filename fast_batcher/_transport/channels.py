@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
 from operator import methodcaller
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from fast_batcher._process import at_fork, occupy_stdio
 from fast_batcher.errors import TransportError
@@ -95,6 +95,7 @@ class Kind:
     # The pickled list of pickled context managers of the observers that follow batches; the batch
     # with this id comes next.
     CONTEXTS = 9
+    VALUES = 11  # a batch for a thread of this process: the list of inputs itself
     METHOD = 10  # the name of the method that computes the batch with this id, which comes next
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
@@ -105,6 +106,7 @@ class Kind:
     # Outputs that lie in the outbox: pickled (start, sizes of stream and buffers, which buffers are
     # read-only, items, errors by position).
     SHARED_OUTPUTS = 21
+    OUTPUT_VALUES = 29  # from a thread of this process: the list of outputs and errors itself
     PONG = 22
     FREED = 27  # a pickled list: ids of batches that have no view left
     # Each of these is one pickled SerializedError, for every request of the batch.
@@ -159,7 +161,8 @@ class Frame(NamedTuple):
     batch_id: int
     # Seconds that `infer` took, in frames that answer a batch.
     seconds: float
-    body: memoryview | bytearray | bytes
+    # Bytes; of VALUES and OUTPUT_VALUES a list.
+    body: Any
 
 
 # Makes a frame of a tuple; the constructor of a named tuple is a Python function.

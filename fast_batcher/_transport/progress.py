@@ -128,7 +128,8 @@ class _BatchId:
 class WorkerProgress:
     """Ids of a worker's current batches, which stay readable after its death; None for no batch.
 
-    Made in the parent. Passed to a child process as an argument, it refers to the same memory.
+    Made in the parent. Passed to a child process as an argument, it refers to the same memory. With
+    the descriptor -1 it has memory of this process alone.
     """
 
     # The batch that the worker read last.
@@ -172,12 +173,6 @@ class WorkerProgress:
     @lost_records.setter
     def lost_records(self, count: int) -> None:
         self.numbers[_LOST_RECORDS] = count
-
-    def duplicate(self) -> "WorkerProgress":
-        """Map the same memory again, for a worker in this process."""
-        duplicate = WorkerProgress(os.dup(self._fd))
-        duplicate.close_fd()
-        return duplicate
 
     def close_fd(self) -> None:
         """Close the descriptor, so that no other process inherits it; may be called again.

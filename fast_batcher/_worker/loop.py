@@ -41,7 +41,7 @@ from fast_batcher.errors import (
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
 # The frames that answer a batch, as kinds and bodies; one or more.
-Reply = list[tuple[int, bytes]]
+Reply = list[tuple[int, Any]]
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -197,6 +197,8 @@ class InputReader:
         pieces: list[Piece] = []
         if frame.kind == Kind.INPUT_ATOMS:
             return pickling.loads(frame.body), {}, pieces
+        if frame.kind == Kind.VALUES:
+            return frame.body, {}, pieces
         if frame.kind == Kind.INPUTS:
             items = self._fragments.pop(frame.batch_id, []) + pickling.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
@@ -253,7 +255,9 @@ def _unpickle_item(item: bytes) -> Any:
 
 
 # Frames that are a batch, or its last fragment.
-BATCHES = frozenset({Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS})
+BATCHES = frozenset(
+    {Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS, Kind.VALUES}
+)
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -348,9 +352,13 @@ class BatchLoop:
         progress: WorkerProgress,
         inputs: InputReader,
         encoder: ReplyEncoder,
+        *,
+        copies: bool = False,
     ) -> None:
         self._channel = channel
         self._models = models
+        # Whether outputs must not be views of an array that the model may fill again.
+        self._copies = copies
         self._progress = progress.numbers
         self._is_skipped = progress.is_skipped
         self._inputs = inputs
@@ -416,7 +424,7 @@ class BatchLoop:
             forget_frames(error)
         return job
 
-    def compute(self, job: BatchJob, *, copies: bool = False) -> None:
+    def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch that has not failed."""
         if job.reply is not None:
             return
@@ -451,7 +459,9 @@ class BatchLoop:
                 job.pieces = []
         job.seconds = monotonic() - started
         try:
-            job.outputs = list_outputs(outputs, count, f"{job.method} returned", copies=copies)
+            job.outputs = list_outputs(
+                outputs, count, f"{job.method} returned", copies=self._copies
+            )
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             job.fail(Kind.FAILED, pickling.describe(error))
 

@@ -133,6 +133,8 @@ class WorkerSettings(NamedTuple):
     worker_index: int = 0
     # Threads for `prepare` and `finish`.
     stage_threads: int = 1
+    # Callers get what the model returns, not a copy from a pickle: outputs must not be views.
+    copies_outputs: bool = False
 
 
 class Start(NamedTuple):
@@ -170,7 +172,7 @@ def load_warm(pickled: bytes | bytearray | memoryview, settings: WorkerSettings)
     imported = monotonic()
     model = construct(call, settings.device, settings.worker_index)
     constructed = monotonic()
-    models = collate_methods(model)
+    models = collate_methods(model, copies=settings.copies_outputs)
     stages = Stages(model, settings.stage_threads)
     in_turn = models["infer"]
     if stages.count > 1:
@@ -246,7 +248,9 @@ def load_and_serve(
         channel.send(Kind.READY, body=pickling.dumps(ready))
         if views is not None:
             views.report_forks(progress)
-        loop = BatchLoop(channel, loaded.models, progress, InputReader(views), encoder)
+        copies = settings.copies_outputs or stages.count > 1
+        reader = InputReader(views)
+        loop = BatchLoop(channel, loaded.models, progress, reader, encoder, copies=copies)
         if stages.count > 1:
             StageLoop(loop, stages).run()
         else:

@@ -152,7 +152,7 @@ def _resolve(name: str) -> Any:
     return target
 
 
-def collate(model: Any) -> Any:
+def collate(model: Any, *, copies: bool = False) -> Any:
     """Return a model that takes and returns lists: the model itself if it declares no collation."""
     collation = getattr(model, "collation", None)
     if collation is None:
@@ -162,18 +162,19 @@ def collate(model: Any) -> Any:
             f"collation={collation!r:.100} of {type(model).__qualname__}: make one with "
             "Collation.stack() or Collation.pad()"
         )
-    return CollatedModel(model, collation)
+    return CollatedModel(model, collation, copies=copies)
 
 
-def collate_methods(model: Any) -> dict[str, Any]:
+def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
     """Return the model for each of its methods by name, as `collate` does; "infer" is the first."""
     marked = find_methods(model)
     own = marked.pop("infer", MethodOptions()).collation
     methods = {
-        name: collate(OneMethod(getattr(model, name), options.collation))
+        name: collate(OneMethod(getattr(model, name), options.collation), copies=copies)
         for name, options in marked.items()
     }
-    return {"infer": collate(model) if own is None else CollatedModel(model, own), **methods}
+    infer = CollatedModel(model, own, copies=copies) if own else collate(model, copies=copies)
+    return {"infer": infer, **methods}
 
 
 class OneMethod:
@@ -187,9 +188,11 @@ class OneMethod:
 class CollatedModel:
     """Model that joins inputs before `infer`, and splits its outputs."""
 
-    def __init__(self, model: Any, collation: Collation) -> None:
+    def __init__(self, model: Any, collation: Collation, *, copies: bool = False) -> None:
         self._model = model
         self._collation = collation
+        # Whether outputs must not be views of the arrays that the model returns.
+        self._copies = copies
 
     def warmup_inputs(self) -> list[Any]:
         """Return the model's examples, each a row as a caller sends it."""
@@ -248,7 +251,8 @@ class CollatedModel:
         batch = join_apart([*rows, *[rows[-1]] * (size - count)], self._collation)
         outputs = self._model.infer(batch)
         try:
-            return split(outputs, size, self._collation, to_cpu=True)[:count]
+            rows = split(outputs, size, self._collation, to_cpu=True, copy=self._copies)
+            return rows[:count]
         except OutputMismatchError as error:
             # A retry with fewer inputs cannot succeed.
             return [error] * count

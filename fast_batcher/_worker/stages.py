@@ -142,7 +142,7 @@ class StageLoop:
                     job.inputs = _collect(job, job.inputs, calls)
                 # The calls keep what they returned, and the model alone is to have it.
                 calls = None
-                self._loop.compute(job, copies=True)
+                self._loop.compute(job)
                 if job.method == "infer":
                     calls = self._stages.call(_pass_errors(self._stages.finish), job.outputs)
             self._computed.put((job, calls))

@@ -6,7 +6,7 @@ import pytest
 from models.returning import BrokenOnArrival
 
 from fast_batcher._core.values import Failure
-from fast_batcher._session.outcomes import OutcomeReader, read_outcomes
+from fast_batcher._parent.sending import OutcomeReader, read_outcomes
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import KIND_NAMES, Frame, Kind
 from fast_batcher.errors import InferenceError, TransportError

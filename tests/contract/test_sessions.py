@@ -23,7 +23,7 @@ from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, NeedsFileAndDies, Web
 from models.stages import InStages
-from sessions import Make, own_directory
+from sessions import Make, needs_pickling, own_directory
 from sessions import make as make_in_processes
 from sessions import make_any as make
 from waits import (
@@ -105,6 +105,7 @@ async def test_arrays_of_every_size_arrive(make: Make) -> None:
 
 
 async def test_outputs_of_every_kind_arrive(make: Make) -> None:
+    needs_pickling(make)
     wanted = [(kind, size, 1) for kind in ("array", "nested", "text") for size in (100, 2_000_000)]
     async with make(MakesLarge, 8) as batcher:
         calls = [call(batcher, one) for one in [*wanted, "unpicklable"]]
@@ -122,6 +123,7 @@ async def test_outputs_of_every_kind_arrive(make: Make) -> None:
 
 async def test_open_file_error_names_the_remedy(make: Make) -> None:
     """As an upload above the size that Starlette keeps in memory."""
+    needs_pickling(make)
     with tempfile.SpooledTemporaryFile(max_size=1) as file:
         file.write(b"xx")
         upload = UploadFile(file)  # type: ignore[arg-type]  # as Starlette makes it
@@ -400,6 +402,7 @@ async def test_errors_of_every_kind_reach_the_caller(make: Make) -> None:
 
 
 async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:
+    needs_pickling(make)
     async with make(Echo, 8, max_frame_bytes=2**20) as batcher:
         wrong = [make_one() for make_one in UNPICKLABLE.values()]
         values = ["fine", *wrong, b"x" * 2**20, np.zeros(2**20, np.uint8), 1]

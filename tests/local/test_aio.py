@@ -175,7 +175,7 @@ def test_system_exit_settles_all_callers(
 
 def batch_tasks() -> list[asyncio.Task[Any]]:
     """The tasks that compute batches."""
-    return [task for task in asyncio.all_tasks() if "TaskWorker" in repr(task.get_coro())]
+    return [task for task in asyncio.all_tasks() if "FunctionTask" in repr(task.get_coro())]
 
 
 @pytest.mark.parametrize("callers_too", [False, True])

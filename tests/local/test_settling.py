@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import logging
+from collections import deque
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from gated_functions import VARIANTS, InThread, Variant, every_variant
 from waits import outcome, until
 
 from fast_batcher import dynamically
-from fast_batcher._core.values import Limits, Request
-from fast_batcher._local.engine import deliver
+from fast_batcher._core.values import Batch, Limits, Release, Request
+from fast_batcher._local.session import LoopCaller, LoopCalls
+from fast_batcher._session.ledger import Ledger
 from fast_batcher.errors import BatcherError, InferenceError
 from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer, RequestEnded
 
@@ -74,10 +76,22 @@ async def test_future_in_odd_state_affects_no_other() -> None:
     cancelled.cancel()
     resolved.set_result("before")
     blocking.cancel()
-    futures = [ended.create_future(), cancelled, resolved, blocking, RefusingFuture(), good]
+    elsewhere = LoopCalls(None, ended, None)  # type: ignore[arg-type]  # it only gives
+    there = LoopCaller(ended.create_future(), elsewhere.given)
+    callers = [there, cancelled, resolved, blocking, RefusingFuture(), good]
     ended.close()
-    deliver([Request(0, future) for future in futures], [0] * len(futures))
-    assert (await resolved, await good) == ("before", 0)
+    requests = [Request(0, caller) for caller in callers]
+    batch = Batch(0, 0, requests, Release.IDLE, 0.0, len(requests), 0.0)
+    Ledger("function").answer(batch, requests, [0] * len(callers))
+    elsewhere.wake()
+    assert (await resolved, await good, elsewhere.given) == ("before", 0, deque())
+
+    here = LoopCalls(None, loop, None)  # type: ignore[arg-type]  # it only gives
+    again = loop.create_future()
+    for future in (cancelled, resolved, RefusingFuture(), again):
+        LoopCaller(future, here.given).set_result(1)
+    here.wake()
+    assert await again == 1
 
 
 @every_variant
@@ -129,13 +143,13 @@ async def test_scheduler_fault_affects_no_later_call(
     async with variant.batched(echo, batch_size=2) as function:
         assert await function(1) == 1
         decorated = function if variant.is_aio else function._function
-        (engine,) = decorated._batcher._engines.values()
+        (session,) = decorated._batcher._sessions.values()
         limits = Limits(max_batch_size=2, max_queue_size=100)
-        engine._scheduler.reconfigure(limits, FaultyPolicy("decide"))
+        session._scheduler.reconfigure(limits, FaultyPolicy("decide"))
         with pytest.raises(BatcherError, match="IndexError: a fault of ours"):
             await function(2)
         assert await function([3, 4, 5]) == [3, 4, 5]
-        engine._scheduler.reconfigure(limits, FaultyPolicy("batch_done"))
+        session._scheduler.reconfigure(limits, FaultyPolicy("batch_done"))
         assert await function([6, 7, 8]) == [6, 7, 8]
     records = [one for one in caplog.records if one.name == "fast_batcher"]
     assert [one.exc_info[0] for one in records if one.exc_info] == [IndexError] * 2

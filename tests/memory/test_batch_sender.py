@@ -28,6 +28,7 @@ class Wire:
 
     id = WORKER
     slabs = None
+    takes_values = False
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int, bytes]] = []

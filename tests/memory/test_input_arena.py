@@ -37,7 +37,7 @@ from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
 from fast_batcher._parent.staging import FRESH_COST, LEAST_STAGED, MOST_PER_TURN
-from fast_batcher._session.outcomes import set_exception
+from fast_batcher._session.ledger import set_exception
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import loads
 

@@ -25,7 +25,6 @@ FLOORS: dict[str, int] = {
     "_process": 0,
     "_version": 0,
     "observing": 0,
-    "_late_errors": 2,
     "_observers": 2,
     "model": 0,
     "stats": 0,

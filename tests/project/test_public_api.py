@@ -210,7 +210,7 @@ def test_each_option_is_complete() -> None:
     assert {name for name, option in OPTIONS.items() if option.is_live} == {
         *Reconfiguration.__annotations__
     }
-    objects = {"cost", "group_by", "observers", "cache", "key", "workers"}
+    objects = {"cost", "group_by", "observers", "cache", "key"}
     assert {name for name, option in OPTIONS.items() if not option.types} == objects
     devices = OPTIONS["devices"]
     assert (devices.types, devices.is_optional, devices.default) == ((str, list), True, None)

@@ -18,7 +18,7 @@ NAMES_DEFINED_TWICE = {
 PROCESS_WIDE = {
     "_process.py": "what a forked child has to close",
     "_parent/pool.py": "pools that a program has forgotten to end",
-    "_local/engine.py": "threads that compute when the program ends",
+    "_local/session.py": "threads that compute when the program ends",
     "_worker/main.py": "signals of processes that the model forks",
 }
 
@@ -26,7 +26,7 @@ PROCESS_WIDE = {
 # was to have 90 and 21,500. The rest are these three, the load test, which users run with
 # `fast-batcher bench` (7 files and 1,700 lines, half of them from the benchmarks), the test kit (3
 # files and 700 lines), and a margin for mending.
-MOST_FILES, MOST_LINES = 118, 32_100
+MOST_FILES, MOST_LINES = 118, 31_800
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}

@@ -35,6 +35,7 @@ class Worker:
     """A worker that reads frames when it is told to, and what a `BatchSender` needs of it."""
 
     outbox = None
+    takes_values = False
     stages = 1
     is_alive = True
 

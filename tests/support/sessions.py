@@ -62,8 +62,17 @@ def make(request: pytest.FixtureRequest, own_directory: None) -> Make:
     return functools.partial(DynBatcher, shared=request.param)
 
 
-@pytest.fixture(params=["own", "shared", "threads"])
+@pytest.fixture(params=["own", "shared", "kit", "threads"])
 def make_any(request: pytest.FixtureRequest, own_directory: None) -> Iterator[Make]:
     """Makes batchers with workers of all kinds, for models that do not end their process."""
-    with BatcherKit() if request.param == "threads" else nullcontext():
-        yield functools.partial(DynBatcher, shared=request.param == "shared")
+    options: dict[str, Any] = {"shared": request.param == "shared"}
+    if request.param == "threads":
+        options["workers"] = "threads"
+    with BatcherKit() if request.param == "kit" else nullcontext():
+        yield functools.partial(DynBatcher, **options)
+
+
+def needs_pickling(make: Any) -> None:
+    """Skip a test for threads, which get inputs and outputs as they are."""
+    if make.keywords.get("workers") == "threads":
+        pytest.skip("nothing is pickled")

@@ -158,7 +158,7 @@ TABLE: dict[str, Row] = {
     "workers": Row(
         [RayWorkers(), RayWorkers(num_workers=2)],
         [2, "ray", RayWorkers, ["cpu"]],
-        "give a fast_batcher.ray.RayWorkers",
+        "a fast_batcher.ray.RayWorkers",
         none=True,
     ),
 }

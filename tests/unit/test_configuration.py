@@ -43,6 +43,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "devices": (["cpu:0", "cpu:0"], "cpu:0, cpu:0"),
     "workers_per_device": (1, "1"),
     "stage_threads": (3, "3"),
+    "workers": ("threads", "threads"),
     "enabled": (False, "FALSE"),
 }
 # Options that others need.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fast_batcher._core.values import Batch, Failure, Release, Request
-from fast_batcher._session.outcomes import Ledger
+from fast_batcher._session.ledger import Ledger
 from fast_batcher.errors import InferenceError
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ import pytest
 from memory_files import refuse_memory
 from models.returning import RefusesPickling
 
-from fast_batcher._session.outcomes import SharedOutcomes
+from fast_batcher._parent.sending import SharedOutcomes
 from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import ATOMS, LEAST_SHARED, SerializedError, describe, loads

@@ -1,0 +1,777 @@
+"""Sessions of decorated functions: callers, batches, threads and tasks that compute. Any thread.
+
+A `FunctionSession` is for a decorated function what a `LocalSession` is for a `DynBatcher`: it
+drives a scheduler, and the `Ledger` gives its callers their outcomes. It needs no event loop: the
+events are calls and the ends of batches, and no request has a deadline, so there is no timer. The
+scheduler belongs to one thread at a time, so each event is applied under a lock, which is never
+held while code of the user runs: batches are sent, and outcomes given, after it is released.
+
+A session computes one batch at a time. While its function calls another decorated function, the
+session waits for the other session. A call that closes a cycle of waits would be a deadlock: it is
+computed inline, by its caller.
+
+The threads that compute are daemons, because a function may block for ever and the wait at exit
+needs a limit. They must end before the interpreter finalizes: a thread that requests the GIL after
+that is killed at once. Inside a C++ function, as when PyTorch frees a tensor, the C++ runtime then
+aborts the process. So an exit hook ends the threads and waits for them. It runs on the main thread,
+after all non-daemon threads have ended, because these may call decorated functions, and after
+`atexit` hooks registered later than the import of this module.
+"""
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import inspect
+import logging
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from contextlib import closing
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
+from queue import SimpleQueue
+from time import monotonic
+from typing import Any
+
+from fast_batcher._core.policy import GreedyPolicy
+from fast_batcher._core.queue import SummedPacker
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import (
+    Action,
+    Batch,
+    Dispatch,
+    Fail,
+    Failure,
+    Limits,
+    Request,
+    settle,
+    settle_open,
+)
+from fast_batcher._local.function import (
+    DecoratorSettings,
+    Function,
+    as_error,
+    drop_own_frame,
+    length_of,
+)
+from fast_batcher._observers import BatchContexts
+from fast_batcher._process import at_fork
+from fast_batcher._session.ledger import GONE, Ledger, set_exception
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    OutputMismatchError,
+    QueueFullError,
+    clear_frames,
+    is_kind,
+    is_out_of_memory,
+)
+
+logger = logging.getLogger("fast_batcher")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Collects the outputs of the items of one call."""
+
+    # Waits for the list of outputs: a future, or a `LoopCaller`.
+    caller: Any
+    # Number of items without an output.
+    missing: int
+    # By position.
+    outputs: list[Any]
+    has_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ItemCaller:
+    """The caller of one item of a call: the first error, or the last output, ends the call."""
+
+    call: Call
+    position: int
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call has an error, of this item or another."""
+        return self.call.has_failed
+
+    def set_result(self, output: Any) -> None:
+        """Note the output of this item."""
+        call = self.call
+        call.outputs[self.position] = output
+        call.missing -= 1
+        if not call.missing:
+            call.caller.set_result(call.outputs)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End the call; an error that comes after another is as good as told."""
+        if not self.call.has_failed:
+            self.call.has_failed = True
+            self.call.caller.set_exception(error)
+
+
+class LoopCaller:
+    """A caller on an event loop, whose outcome comes from another thread: see `LoopCalls`."""
+
+    __slots__ = ("_future", "_given")
+
+    def __init__(self, future: asyncio.Future[Any], given: deque[Any]) -> None:
+        self._future = future
+        self._given = given
+
+    def set_result(self, output: Any) -> None:
+        """Give the output at the next wake-up of the loop."""
+        self._given.append((self._future.set_result, output))
+
+    def set_exception(self, error: BaseException) -> None:
+        """Give the error at the next wake-up of the loop."""
+        self._given.append((self._future.set_exception, error))
+
+
+class LoopCalls:
+    """The calls of one event loop: submitted once per turn, and answered once per batch."""
+
+    def __init__(
+        self,
+        session: "FunctionSession",
+        loop: asyncio.AbstractEventLoop,
+        settings: DecoratorSettings,
+    ) -> None:
+        self.session = session
+        self._loop = loop
+        self._settings = settings
+        # The requests of each call of this turn. While there are any, a `flush` is scheduled.
+        self._pending: list[list[Request]] = []
+        # Outcomes that another thread has left for callers. It appends while the loop takes.
+        self.given: deque[tuple[Callable[[Any], object], Any]] = deque()
+
+    def process(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
+        """Await the outputs of one or more items; the first error ends the wait for all."""
+        future, caller = self._make_caller()
+        return self._wait(future, make_requests(items, caller, self._settings))
+
+    def process_one(self, item: Any) -> Coroutine[Any, Any, Any]:
+        """Await the output of one item that has neither a cost nor a priority.
+
+        This omits the `Call` object, which would cost most calls a quarter of their CPU: without
+        the short cut an async function misses the target of `benchmarks/decorators.py`.
+        """
+        future, caller = self._make_caller()
+        return self._wait(future, [Request(item, caller)])
+
+    def _make_caller(self) -> tuple[asyncio.Future[Any], Any]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        is_here = self.session.loop is self._loop
+        return future, future if is_here else LoopCaller(future, self.given)
+
+    async def _wait(self, future: asyncio.Future[Any], requests: list[Request]) -> Any:
+        if not self._pending:
+            self._loop.call_soon(self.flush, context=Context())
+        self._pending.append(requests)
+        self.session.keep_context(requests)
+        try:
+            return await future
+        except BaseException:
+            if requests in self._pending:
+                self._pending.remove(requests)
+            else:
+                self.session.cancel(requests)
+            raise
+        finally:
+            # An error holds this frame, which must not hold the error.
+            del future, requests
+
+    def flush(self) -> None:
+        """Submit the calls of this turn."""
+        pending, self._pending = self._pending, []
+        if pending:
+            self.session.submit(pending)
+
+    def wake(self) -> None:
+        """Let the loop give callers what another thread has left for them. Any thread."""
+        if self.given:
+            try:
+                self._loop.call_soon_threadsafe(self._give)
+            except Exception:  # noqa: BLE001  the loop is closed, and its callers are gone
+                self.given.clear()
+
+    def _give(self) -> None:
+        while self.given:
+            give, outcome = self.given.popleft()
+            try:
+                give(outcome)
+            except GONE:
+                pass  # the caller has gone, or another item failed first
+            except Exception:
+                # The event loop may have its own class of futures. The others must not wait.
+                logger.exception("the future of a caller has refused its outcome")
+
+
+def make_requests(items: Sequence[Any], caller: Any, settings: DecoratorSettings) -> list[Request]:
+    """Make the requests of a call, each with its cost and priority if the settings use them."""
+    call = Call(caller, len(items), [None] * len(items))
+    requests = [Request(item, ItemCaller(call, position)) for position, item in enumerate(items)]
+    if settings.max_batch_length is not None:
+        for request in requests:
+            request.cost = max(1, length_of(request.value))
+    if len(items) > settings.ranks_above:
+        for request in requests:
+            request.priority = settings.priority(request.value)
+    return requests
+
+
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """The batch that a thread or task computes; nested calls find it in `running_batch`."""
+
+    session: Hashable
+    # A task that an async function starts may outlive the batch. From then on the session does not
+    # wait for the task. Never set on a session's own thread: anything that runs there delays the
+    # session's next batch.
+    has_ended: bool = False
+
+
+# The batch that this thread or task computes, None outside of all batches. A thread that a function
+# starts does not inherit it, because nothing shows whether the function waits for that thread.
+running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", default=None)
+
+
+class _Waits:
+    """Wait-for graph of the sessions."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset, also in a forked child: it has one thread, and another may have held the lock."""
+        self.lock = threading.Lock()
+        # The number of waits by waiting session and target.
+        self.counts: Counter[tuple[Hashable, Hashable]] = Counter()
+
+    def has_path(self, start: Hashable, end: Hashable) -> bool:
+        """Return whether session `start` is `end`, or waits for it, directly or through others."""
+        reached = {start}
+        while new := {to for waiter, to in self.counts if waiter in reached} - reached:
+            reached |= new
+        return end in reached
+
+
+_waits = _Waits()
+at_fork(_waits, in_child=_Waits.forget)
+
+
+@dataclass(slots=True)
+class SessionWait:
+    """Context manager that records that the running batch of this thread or task waits.
+
+    `__enter__` returns whether the wait can end. It cannot if the target is the batch's own
+    session, or waits for it; then no wait is recorded. Outside of batches none is recorded either.
+
+    A class, because `contextlib.contextmanager` sets an attribute of each error that passes, and
+    errors of users may refuse that.
+    """
+
+    # The session to wait for.
+    target: Hashable
+    # The session that waits, None if no wait was recorded.
+    waiter: Hashable | None = None
+
+    def __enter__(self) -> bool:
+        batch = running_batch.get()
+        if batch is None or batch.has_ended:
+            return True
+        with _waits.lock:
+            if _waits.has_path(self.target, batch.session):
+                return False
+            self.waiter = batch.session
+            _waits.counts[self.waiter, self.target] += 1
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self.waiter is None:
+            return
+        with _waits.lock:
+            _waits.counts -= Counter([(self.waiter, self.target)])  # keeps what is above 0
+
+
+async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
+    """Call the function directly, with `batch_size` items at a time; same errors as in a batch."""
+    outputs: list[Any] = []
+    for start in range(0, len(items), batch_size):
+        part = list(items[start : start + batch_size])
+        try:
+            result = function.call(part)
+            if inspect.isawaitable(result):
+                result = await result
+        except Exception as error:
+            raise as_error(error) from error
+        for outcome in function.outcomes(result, len(part)):
+            if type(outcome) is Failure:
+                raise outcome.error
+            outputs.append(outcome)
+    return outputs
+
+
+def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> list[Any]:
+    """Run `compute_inline` in a thread that has no event loop."""
+    if is_async:
+        with asyncio.Runner() as runner:
+            return runner.run(computing)
+    try:
+        computing.send(None)
+    except StopIteration as done:
+        outputs: list[Any] = done.value
+        return outputs
+    computing.close()
+    raise RuntimeError(
+        "a function that called itself returned an awaitable; define it with `async def`"
+    )
+
+
+# A session has one worker: functions written for `batched` are never called concurrently, and may
+# rely on that.
+_WORKER = 0
+
+
+@dataclass
+class Counts:
+    """Counts of a function since its first call or the last `clear_stats()`."""
+
+    items: int = 0
+    batches: int = 0
+    # Total time of all batches.
+    seconds: float = 0.0
+
+    def add(self, items: int, seconds: float) -> None:
+        """Count a batch."""
+        self.items += items
+        self.batches += 1
+        self.seconds += seconds
+
+
+class FunctionSession:
+    """Accepts requests from any thread, and settles each of them once."""
+
+    def __init__(
+        self,
+        function: Function,
+        settings: DecoratorSettings,
+        counts: Counts,
+        ledger: Ledger,
+        lock: threading.Lock,
+        loops: dict[asyncio.AbstractEventLoop, LoopCalls],
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        self.function = function
+        # Where the batches are computed; None for a thread.
+        self.loop = loop
+        self._ledger = ledger
+        self._contexts = BatchContexts()
+        self._settings = settings
+        self._most_waiting = settings.max_queue_size or sys.maxsize
+        length = settings.max_batch_length
+        self._scheduler = Scheduler(
+            GreedyPolicy(),
+            Limits(
+                max_batch_size=settings.batch_size,
+                max_queue_size=self._most_waiting,
+                isolate_errors=settings.isolate_errors,
+                batches_per_worker=1,
+            ),
+            packer=None if length is None else SummedPacker(length),
+        )
+        self._scheduler.worker_ready(monotonic(), _WORKER)
+        self._counts = counts
+        self._lock = lock
+        # The loops with callers.
+        self._loops = loops
+        # Whether the session accepts no more requests, and whether it has ended its worker.
+        self._is_closing = False
+        self._has_ended = False
+        # Resolved when the session is closed, everything is settled and the worker has ended.
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.worker: FunctionThread | FunctionTask
+        self.worker = FunctionThread(self) if loop is None else FunctionTask(self)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that are in no batch yet. Read it under the lock."""
+        return self._scheduler.waiting
+
+    def submit(self, calls: Sequence[list[Request]]) -> None:
+        """Enqueue the requests of each call; a call is rejected whole if not all of them fit."""
+        accepted: list[Request] = []
+        # Calls without room, each with the number of requests that waited before it.
+        rejected: list[tuple[list[Request], int]] = []
+        with self._lock:
+            if max(map(len, calls)) > self._settings.ranks_above:
+                # Only when the first such call comes: a ranked queue costs every request some
+                # microseconds.
+                self._scheduler.rank_requests()
+            waiting = self._scheduler.queue.size
+            room = 0 if self._is_closing else self._most_waiting - waiting
+            for requests in calls:
+                if len(accepted) + len(requests) <= room:
+                    accepted += requests
+                else:
+                    rejected.append((requests, waiting + len(accepted)))
+            now = monotonic()
+            self._scheduler.submit(now, accepted)
+            actions = self._scheduler.poll(now)[0]
+            is_closing = self._is_closing
+        self._carry_out(actions)
+        for requests, before in rejected:
+            self._reject(requests, before, is_closing=is_closing)
+
+    def _reject(self, requests: list[Request], waiting: int, *, is_closing: bool) -> None:
+        """Give the caller of requests that were not accepted an error."""
+        name = self.function.name
+        for request in requests:
+            error: BatcherError = BatcherClosedError(f"{name} was shut down and takes no calls")
+            if not is_closing:
+                error = QueueFullError(
+                    f"{name}: no room for {len(requests)} more, {waiting} wait already "
+                    f"(max_queue_size={self._most_waiting})"
+                )
+            self._ledger.reject(request, error, "closed" if is_closing else "queue full")
+        self._finish_giving()
+
+    def keep_context(self, requests: list[Request]) -> None:
+        """Keep the context of the caller of requests that are about to be submitted."""
+        if self._ledger.observers.active:
+            context = self._ledger.observers.copy_context()
+            for request in requests:
+                request.context = context
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Cancel requests whose caller has gone; the output of a running request is dropped."""
+        with self._lock:
+            gone = [request for request in requests if self._scheduler.cancel(request)]
+        for request in gone:
+            self._ledger.cancel(request, "waiting or running")
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        """Carry out what the scheduler has decided; call it without the lock."""
+        for action in actions:
+            if isinstance(action, Dispatch):
+                self.worker.compute(action.batch)
+                continue
+            assert isinstance(action, Fail), "without deadlines nothing expires"
+            self._fail(action.requests, self._ledger.internal_error(action.error), "internal error")
+
+    def around(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Tell observers that a batch begins; return the context manager for its computation."""
+        followed = self._ledger.observers.follow(batch, lambda context: context)
+        return self._contexts.join(followed)
+
+    def settle(
+        self,
+        batch: Batch,
+        seconds: float,
+        *,
+        result: Any = None,
+        raised: BaseException | None = None,
+    ) -> None:
+        """Settle a batch for which the function has returned or raised; dispatch the next batch.
+
+        If it has raised, the next batch may be half of this batch.
+        """
+        try:
+            outcomes: Sequence[Any] = ()
+            try:
+                if raised is None:
+                    outcomes = self.function.outcomes(result, len(batch.requests))
+            except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
+                if type(error) is OutputMismatchError:
+                    outcomes = [Failure(OutputMismatchError(*error.args)) for _ in batch.requests]
+                else:
+                    raised = error
+            self._settle(batch, seconds, outcomes, raised)
+        except BaseException as error:  # noqa: BLE001  the worker must go on
+            self._recover(batch, error)
+
+    def _settle(
+        self,
+        batch: Batch,
+        seconds: float,
+        outcomes: Sequence[Any],
+        raised: BaseException | None,
+    ) -> None:
+        out_of_memory = False
+        if raised is not None:
+            drop_own_frame(raised)
+            out_of_memory = is_out_of_memory(raised)
+            if out_of_memory:  # its frames hold the batch that was too large
+                clear_frames(raised)
+        requests = batch.requests
+        with self._lock:
+            self._counts.add(len(requests), seconds)
+            now = monotonic()
+            self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=raised is not None)
+            if raised is not None:
+                failed = self._scheduler.batch_raised(
+                    now, batch, out_of_memory=out_of_memory, is_fatal=not is_kind(raised, Exception)
+                )
+                # If all callers have left, the ledger notes the error.
+                requests = failed if batch.open_count else requests
+            are_ours = [*map(settle, requests)]
+            actions = self._scheduler.poll(now)[0]
+        # The worker computes its next batch while the callers of this one get their outcomes.
+        self._carry_out(actions)
+        if raised is not None:
+            outcomes = [Failure(as_error(raised)) for _ in requests]
+        batch.began_at, batch.infer_seconds = batch.sent_at, seconds
+        self._ledger.give(batch, requests, outcomes, are_ours)
+        self._finish_giving()
+
+    def _recover(self, batch: Batch, error: BaseException) -> None:
+        """Fail the callers of a batch whose settling raised, and dispatch the next batch.
+
+        Callers that have an outcome keep it. The error is one of an observer, of a caller's event
+        loop, or of this library; it may be of any type, and no caller may wait for ever.
+        """
+        to_error = self._ledger.internal_error(error)
+        with self._lock:
+            settle_open(batch.requests)
+        for request in batch.requests:
+            set_exception(request, to_error())
+        self.drop(batch)
+
+    def drop(self, batch: Batch) -> None:
+        """Take back a batch without callers, unless that was done; the next one is dispatched."""
+        with self._lock:
+            now = monotonic()
+            self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=True)
+            actions = self._scheduler.poll(now)[0]
+        self._carry_out(actions)
+        self._finish_giving()
+
+    def close(self, *, cancel: bool) -> None:
+        """Accept no more requests; fail all if the event loop of the worker does not run."""
+        is_lost = self.loop is not None and not self.loop.is_running()
+        with self._lock:
+            self._is_closing = True
+            running = [*self._scheduler.workers.all_batches()] if is_lost else []
+            unanswered: list[Request] = []
+            if is_lost:
+                unanswered = self._scheduler.close()
+            elif cancel:
+                unanswered = self._scheduler.give_up()
+        self._ledger.observers.lose(running, "closed")
+        why = "the event loop that computed it has ended" if is_lost else "it was shut down"
+        text = f"{self.function.name}: {why} before it had answered"
+        self._fail(unanswered, lambda: BatcherClosedError(text), "closed")
+
+    def _fail(
+        self, requests: Iterable[Request], to_error: Callable[[], BatcherError], reason: str
+    ) -> None:
+        """Give callers an error; their requests are settled already."""
+        for request in requests:
+            self._ledger.fail(request, to_error(), reason)
+        self._finish_giving()
+
+    def _finish_giving(self) -> None:
+        """Wake the event loops of the callers that got an outcome; end if this was the last one."""
+        for calls in self._loops.copy().values():
+            calls.wake()
+        if not self._is_closing:
+            return
+        with self._lock:
+            scheduler = self._scheduler
+            # The worker is idle only if no request waits and no batch runs, including batches whose
+            # callers have all gone.
+            is_done = scheduler.is_closed or scheduler.workers.idle_workers
+            if not is_done or self._has_ended:
+                return
+            self._has_ended = True
+        self.worker.stop()
+
+
+# Longest wait in seconds for threads that still compute. The default `stop_timeout` of a
+# `DynBatcher`, which limits the same wait for worker processes.
+EXIT_TIMEOUT = 2.0
+
+_is_exiting = False
+
+
+class FunctionThread(threading.Thread):
+    """Computes blocking functions, and those of all thread decorators; starts at construction.
+
+    The session gives it a batch only while it has no other. Without one it blocks on its queue,
+    without a time-out. The exit of the program waits for the thread, at most `EXIT_TIMEOUT` seconds
+    if it computes.
+    """
+
+    def __init__(self, session: FunctionSession) -> None:
+        super().__init__(name=f"fast_batcher {session.function.name}", daemon=True)
+        # None after the end, to break the reference cycle with the session.
+        self._session: FunctionSession | None = session
+        # `SimpleQueue.put` is reentrant: a finalizer may call `stop` between any two instructions.
+        self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
+        self.start()
+
+    def compute(self, batch: Batch) -> None:
+        """Compute a batch soon."""
+        self._inbox.put(batch)
+
+    def stop(self) -> None:
+        """End the thread, and then resolve the session's `ended`: no batch will follow.
+
+        A finalizer may call it, so it takes no locks.
+        """
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """Compute batches until `stop` is called."""
+        session = self._session
+        assert session is not None, "a thread runs once"
+        running_batch.set(RunningBatch(session))
+        try:
+            # Makes an event loop for the first awaitable.
+            with closing(asyncio.Runner()) as runner:
+                while (batch := self._inbox.get()) is not None:
+                    _compute_on_thread(session, batch, runner)
+                    del batch  # its inputs are freed before the next wait
+        except BaseException:
+            # The end of the loop cancels the tasks that the function left on it.
+            logger.exception("%s: a task has raised while its event loop was closed", self.name)
+        finally:
+            self._session = None
+            session.ended.set_result(None)
+
+    def end(self) -> None:
+        """Fail the waiting items, and end the thread after its current batch; may be repeated."""
+        session = self._session
+        if session is not None:
+            session.close(cancel=True)
+
+
+def _compute_on_thread(session: FunctionSession, batch: Batch, runner: asyncio.Runner) -> None:
+    started = monotonic()
+    try:
+        # In this frame, which `settle` removes from the traceback.
+        with session.around(batch):
+            result = session.function.call([request.value for request in batch.requests])
+            if inspect.isawaitable(result):
+                # By default the runner keeps the context of its first batch.
+                result, raised = runner.run(_catch(result), context=copy_context())
+                if raised is not None:
+                    raise raised  # noqa: TRY301  for the frames that the error refers to
+    except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
+        session.settle(batch, monotonic() - started, raised=error)
+        # The error refers to the function's frame, and so to this one: drop the batch from it.
+        del batch
+    else:
+        session.settle(batch, monotonic() - started, result=result)
+
+
+async def _catch(awaitable: Any) -> tuple[Any, BaseException | None]:
+    """Return the result of an awaitable, or its error.
+
+    An event loop that runs until a task is done reads `__class__` of the task's error. If that
+    raises, the loop never ends.
+    """
+    try:
+        return await awaitable, None
+    except BaseException as error:  # noqa: BLE001  it is raised outside of the loop
+        return None, error
+
+
+class FunctionTask:
+    """Computes the batches of an async function on its callers' event loop, each in a task.
+
+    The loop runs between two batches: a function that never waits must not block it for the whole
+    queue.
+    """
+
+    def __init__(self, session: FunctionSession) -> None:
+        self._session = session
+        # The batch whose task has not begun.
+        self._next: Batch | None = None
+        # An event loop holds only weak references to its tasks.
+        self._task: asyncio.Task[None] | None = None
+
+    def compute(self, batch: Batch) -> None:
+        """Compute a batch soon."""
+        self._next = batch
+        assert self._session.loop is not None, "or a thread would compute"
+        # In an empty context: the batch must not see the context variables of its first caller.
+        task = Context().run(self._session.loop.create_task, self._compute(batch))
+        task.add_done_callback(self._end, context=Context())
+        self._task = task
+
+    def stop(self) -> None:
+        """Resolve `ended`: the task ends with its batch."""
+        self._session.ended.set_result(None)
+
+    def join(self) -> None:
+        """Return at once: nothing is left after `ended`."""
+
+    async def _compute(self, batch: Batch) -> None:
+        session, self._next = self._session, None
+        if not batch.open_count:  # its callers have left before it began
+            session.drop(batch)
+            return
+        running = RunningBatch(session)
+        running_batch.set(running)
+        started = monotonic()
+        try:
+            # In this frame, which `settle` removes from the traceback.
+            with session.around(batch):
+                result = session.function.call([request.value for request in batch.requests])
+                if inspect.isawaitable(result):
+                    result = await result
+        except BaseException as error:
+            running.has_ended = True
+            session.settle(batch, monotonic() - started, raised=error)
+            if _is_for_the_loop(error):
+                raise
+        else:
+            running.has_ended = True
+            session.settle(batch, monotonic() - started, result=result)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Compute the batch of a task that was cancelled before its first step, in another task."""
+        if not task.cancelled():
+            task.exception()  # mark as retrieved: all callers have their errors
+        batch = self._next
+        if task is self._task and batch is not None:
+            self.compute(batch)
+
+
+def _is_for_the_loop(error: BaseException) -> bool:
+    """Return whether an error ends the task or the program, and is not the function's own."""
+    if is_kind(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return is_kind(error, KeyboardInterrupt) or is_kind(error, SystemExit)
+
+
+def is_exiting() -> bool:
+    """Return whether the exit hook has run, after which threads accept no calls."""
+    return _is_exiting
+
+
+def _end_threads() -> None:
+    """End the threads of all functions and wait for them."""
+    global _is_exiting
+    _is_exiting = True
+    # Not through the batchers: the thread of a batcher that was collected may still compute.
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, FunctionThread)]
+    for thread in threads:
+        thread.end()
+    deadline = monotonic() + EXIT_TIMEOUT
+    for thread in threads:
+        thread.join(max(0.0, deadline - monotonic()))
+        if thread.is_alive():
+            logger.warning(
+                "%s: the program ends, and the thread still computes after %s seconds; the "
+                "interpreter cuts it off, which can abort the process where native code runs",
+                thread.name,
+                EXIT_TIMEOUT,
+            )
+
+
+atexit.register(_end_threads)

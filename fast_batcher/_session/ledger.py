@@ -1,0 +1,293 @@
+"""The ledger: gives callers their outcomes, and counts how requests end.
+
+    Ledger      the one place that settles callers, for `DynBatcher` and for decorated functions
+    Counters    the counts behind `BatcherStats`
+    LateErrors  errors of batches that no caller gets, because the callers have left
+
+Any process with a session. A `DynBatcher` uses it on the event loop's thread, a decorated function
+on the thread that has the outcomes. A caller is an object with the methods `set_result` and
+`set_exception` of a future. It may leave at any moment, which is counted and affects no other
+caller. The scheduler and the workers' answers decide which requests end.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Final
+
+from fast_batcher._core.explanation import BatchSample
+from fast_batcher._core.values import Batch, Failure, Request, settle
+from fast_batcher._observers import Observers, describe_answer
+from fast_batcher._process import monotonic
+from fast_batcher._transport.pickling import one_line
+from fast_batcher.errors import BatcherError, can_be_shown, forget_frames
+from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
+from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
+
+logger = logging.getLogger("fast_batcher")
+
+# Raised by a future whose caller has gone.
+GONE = (asyncio.InvalidStateError, concurrent.futures.InvalidStateError)
+
+# Seconds between two log records of one batcher: a model that always fails late must not fill the
+# log, and an operator reads one record a minute.
+LOG_INTERVAL: Final = 60.0
+
+
+class LateErrors:
+    """Count of late errors, and the decision which of them are logged."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        # The next error from this moment on is logged.
+        self._log_at = -inf
+        # Errors since the last logged one.
+        self._omitted = 0
+
+    def add(self, now: float) -> tuple[bool, int]:
+        """Count an error; return whether it is to be logged, and the errors omitted before it."""
+        self.count += 1
+        omitted = self._omitted
+        if now < self._log_at:
+            self._omitted += 1
+            return False, omitted
+        self._log_at, self._omitted = now + LOG_INTERVAL, 0
+        return True, omitted
+
+
+def log_late_error(name: str, error: BaseException, omitted: int) -> None:
+    """Log an error that no caller has got, with its traceback."""
+    before = f" (and {omitted} errors before it)" if omitted else ""
+    # An exception of a log handler must not end the loop or the thread.
+    with contextlib.suppress(Exception):
+        logger.warning(
+            "%s: no caller got this error%s, because they had left; stats.late_errors counts such "
+            "errors, and one a minute is logged: %s",
+            name,
+            before,
+            one_line(error),
+            exc_info=error if can_be_shown(error) else None,
+        )
+
+
+@dataclass
+class Counters:
+    """The running counts behind `BatcherStats`."""
+
+    # Requests that were accepted, and how requests ended: by an `Outcome`.
+    submitted: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    restarts: int = 0
+    late_errors: LateErrors = field(default_factory=LateErrors)
+    # Successful calls of `reload`.
+    generation: int = 0
+    # Calls of a batcher with a cache, by a `CacheResult`.
+    cache_results: Counter[str] = field(default_factory=Counter)
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    releases: Counter[str] = field(default_factory=Counter)
+    # The last answered batches: the fields of a `BatchSample`, which takes 0.2 us to make.
+    samples: deque[Any] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
+
+    def count_outcomes(self, ended: list[Outcome]) -> None:
+        """Count how the requests of a batch have ended; most have completed."""
+        completed = ended.count("completed")
+        self.outcomes["completed"] += completed
+        if completed != len(ended):
+            self.outcomes.update(outcome for outcome in ended if outcome != "completed")
+
+    def count_batch(self, size: int, release: str) -> None:
+        """Count a batch that is sent."""
+        self.batch_sizes[size] += 1
+        self.releases[release] += 1
+
+    def list_samples(self) -> list[BatchSample]:
+        """Return the last answered batches, oldest first."""
+        return [*map(BatchSample._make, self.samples)]
+
+    def snapshot(
+        self,
+        state: str,
+        num_workers: int,
+        load: tuple[int, int, int],
+        backlog: float | None = None,
+    ) -> BatcherStats:
+        """Copy the present counts, completed by the batcher's state and the load of a session."""
+        workers_ready, waiting, running = load
+        # A wait counts for all requests of its batch.
+        samples = self.list_samples()
+        waits = [(sample.waited, sample.size) for sample in samples]
+        infer_times = [(sample.infer_seconds, 1) for sample in samples]
+        queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
+        infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))
+        return BatcherStats(
+            state=str(state),
+            workers_ready=workers_ready,
+            num_workers=num_workers,
+            waiting=waiting,
+            running=running,
+            submitted=self.submitted,
+            completed=self.outcomes["completed"],
+            failed=self.outcomes["failed"],
+            expired=self.outcomes["expired"],
+            cancelled=self.outcomes["cancelled"],
+            rejected=self.outcomes["rejected"],
+            batches=sum(self.batch_sizes.values()),
+            batch_sizes=dict(sorted(self.batch_sizes.items())),
+            releases={str(release): count for release, count in self.releases.items()},
+            restarts=self.restarts,
+            late_errors=self.late_errors.count,
+            generation=self.generation,
+            queue_wait_p50=queue_wait_p50,
+            queue_wait_p95=queue_wait_p95,
+            infer_p50=infer_p50,
+            infer_p95=infer_p95,
+            cache_hits=self.cache_results["hit"],
+            cache_misses=self.cache_results["miss"],
+            cache_coalesced=self.cache_results["coalesced"],
+            backlog=backlog,
+        )
+
+
+class Ledger:
+    """Ends and counts the requests of one batcher, from its first session to its last."""
+
+    def __init__(self, name: str, observers: Sequence[Observer] = ()) -> None:
+        self._name = name
+        self.counters = Counters()
+        self.observers = Observers(name, observers)
+
+    def answer(self, batch: Batch, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
+        """Settle the requests of an answered batch, and give their callers the outcomes."""
+        self.give(batch, requests, outcomes, [*map(settle, requests)])
+
+    def give(
+        self,
+        batch: Batch,
+        requests: Sequence[Request],
+        outcomes: Sequence[Any],
+        are_ours: Sequence[bool],
+    ) -> None:
+        """Give callers their outcomes, except those whose request had ended before it was answered.
+
+        A session whose events may come from several threads settles the requests while it holds its
+        lock, and gives the outcomes afterwards.
+        """
+        ended: list[Outcome] = []
+        # The lengths were compared when the answer was read.
+        for request, outcome, is_ours in zip(requests, outcomes, are_ours):  # noqa: B905
+            if not is_ours:
+                continue
+            try:
+                if outcome.__class__ is Failure:
+                    request.caller.set_exception(outcome.error)
+                    ended.append("failed")
+                else:
+                    request.caller.set_result(outcome)
+                    ended.append("completed")
+            except GONE:  # cancelled, in this turn of the loop
+                ended.append("cancelled")
+            except Exception:  # an event loop may have futures of its own
+                logger.exception("%s: the future of a caller has refused its outcome", self._name)
+                ended.append("cancelled")
+        self.counters.count_outcomes(ended)
+        if ended.count("completed") != len(requests) and "failed" not in ended:
+            self._find_late_error(requests, outcomes)
+        if self.observers.active:
+            pairs = zip(requests, are_ours, strict=True)
+            settled = [request for request, is_ours in pairs if is_ours]
+            ended_by = list(zip(settled, ended, strict=True))
+            self.observers.tell(describe_answer(self._name, batch, ended_by))
+
+    def _find_late_error(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
+        """Note the first error of a batch, unless the caller of one has an error already."""
+        pairs = zip(requests, outcomes, strict=True)
+        failed = [pair for pair in pairs if pair[1].__class__ is Failure]
+        if failed and not any(getattr(one.caller, "has_failed", False) for one, _ in failed):
+            self.note_late_error(failed[0][1].error)
+
+    def note_late_error(self, error: BatcherError) -> None:
+        """Count and log an error of a batch that no caller has got, because they had left."""
+        is_logged, omitted = self.counters.late_errors.add(monotonic())
+        if is_logged:
+            log_late_error(self._name, error, omitted)
+
+    def complete_batch(self, now: float, batch: Batch) -> None:
+        """Record an answered batch, whose requests need not have ended."""
+        began_at = batch.began_at
+        waited, size = batch.wait_until(began_at)
+        left, seconds = batch.left_waiting, batch.infer_seconds
+        self.counters.samples.append((began_at, now, size, batch.release, left, waited, seconds))
+
+    def fail(self, request: Request, error: BaseException, reason: str) -> None:
+        """Give one caller an error; the request is settled already."""
+        self.end(request, "failed" if set_exception(request, error) else "cancelled", reason)
+
+    def expire(self, request: Request, error: BaseException, reason: str) -> None:
+        """Give one caller the error of an expired request, which is settled already."""
+        set_exception(request, error)
+        self.end(request, "expired", reason)
+
+    def cancel(self, request: Request, reason: str) -> None:
+        """Count a request whose caller has gone; the request is settled already."""
+        if request.staged is not None:  # a queue may keep the request for some time
+            request.staged.release()
+        self.end(request, "cancelled", reason)
+
+    def reject(self, request: Request, error: BaseException, reason: str) -> None:
+        """Settle a request that was not accepted, and give its caller the error."""
+        settle(request)
+        set_exception(request, error)
+        self.end(request, "rejected", reason)
+
+    def reject_call(self, reason: str) -> None:
+        """Count a call for which no request was made."""
+        self.counters.outcomes["rejected"] += 1
+        if self.observers.active:
+            self.observers.tell(RequestEnded(self._name, "rejected", reason, 0.0))
+
+    def count_cached(self, result: CacheResult) -> None:
+        """Count a call that used the cache."""
+        self.counters.cache_results[result] += 1
+        if self.observers.active:
+            self.observers.tell(CacheUsed(self._name, result))
+
+    def internal_error(self, error: BaseException) -> Callable[[], BatcherError]:
+        """Log an internal error, and return a function that makes an error for each caller."""
+        # An exception of a log handler must not end the loop or the thread.
+        with contextlib.suppress(Exception):
+            logger.error(
+                "%s: an internal error; the calls that it hits fail, and the others go on",
+                self._name,
+                exc_info=error if can_be_shown(error) else None,
+            )
+        return functools.partial(
+            BatcherError,
+            f"{self._name}: an internal error ({one_line(error)}); its traceback is in the log. If "
+            "it ends in fast_batcher, please report it",
+        )
+
+    def end(self, request: Request, outcome: Outcome, reason: str) -> None:
+        """Count the end of a settled request."""
+        self.counters.outcomes[outcome] += 1
+        if self.observers.active:
+            wait = 0.0 if outcome == "rejected" else monotonic() - request.arrival
+            self.observers.tell(RequestEnded(self._name, outcome, reason, wait, request.context))
+
+
+def set_exception(request: Request, error: BaseException) -> bool:
+    """Give one caller an error; return False if the caller has gone."""
+    if request.staged is not None:  # a task that never runs again keeps the request
+        request.staged.release()
+    # Those of a function of the user hold the input, the caller's future, and so the error itself.
+    forget_frames(error)
+    try:
+        request.caller.set_exception(error)
+    except GONE:
+        return False
+    return True
