@@ -9,7 +9,6 @@ with the workers. The sender does not choose batches, which the scheduler does. 
 import functools
 import io
 import logging
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -48,10 +47,6 @@ from fast_batcher.errors import (
 from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
-
-# An `attrgetter` instead of a Python function, which would cost a lone request about 5 us
-# (docs/decisions/0008).
-_value_of = operator.attrgetter("value")
 
 Send = Callable[[int, int, bytes], None]
 # Sends a batch once its inputs are copied; the argument says whether a copy has failed.
@@ -117,7 +112,7 @@ class BatchSender:
             self._announce(batch, contexts)
         if requests[0].staged is not None and self._send_staged(batch, worker):
             return []
-        values = [*map(_value_of, requests)]
+        values = [request.value for request in requests]
         if worker.takes_values:
             worker.send(Kind.VALUES, batch.id, values)
             return []
