@@ -184,6 +184,7 @@ class Request:
         "id",
         "is_settled",
         "phase",
+        "priority",
         "value",
     )
     # The moment at which the scheduler accepted it.
@@ -193,8 +194,6 @@ class Request:
     batch_id: int
     # The seconds that the caller named, None if it named none; errors repeat them.
     timeout: float | None = None
-    # Higher goes first: see `RankedQueue`.
-    priority = 0
     # Requests with different groups never share a batch; None where there is no `group_by`.
     group: Group | None = None
     cost = 1.0
@@ -223,6 +222,7 @@ class Request:
         self.caller = caller
         # See the module's docstring.
         self.phase: int = QUEUED
+        self.priority = 0  # higher goes first: see `RankedQueue`
         self.is_settled = False
         # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
         self.has_explicit_deadline = deadline is not None
