@@ -51,6 +51,6 @@ if JOB.variant == "json" and not JOB.shape:
         return Text(text=await batcher.process_batched(body.text))
 
     endpoint = fast_batcher.fastapi.JsonEndpoint(predict)
-    app.router.routes.append(Route("/predict", endpoint, methods=["POST"]))
+    app.router.routes.insert(0, Route("/predict", endpoint, methods=["POST"]))
 else:
     add_endpoint(app, batcher.process_batched, read_pixels)
