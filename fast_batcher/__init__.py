@@ -23,6 +23,7 @@ from fast_batcher.errors import (
     PoisonRequestError,
     QueueFullError,
     RequestTooLargeError,
+    SlowReaderError,
     TransportError,
     UnsendableValueError,
     WorkerError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fast_batcher import aio, inference
     from fast_batcher.batcher import DynBatcher
     from fast_batcher.dynamic import dynamically
+    from fast_batcher.stepped import Done, SteppedModel, StreamedModel
 
 __all__ = [
     "BatcherClosedError",
@@ -45,6 +47,7 @@ __all__ = [
     "CollationError",
     "ConfigurationError",
     "DeadlineExceededError",
+    "Done",
     "DynBatcher",
     "DynamicBatchIndexError",
     "InferenceError",
@@ -54,6 +57,9 @@ __all__ = [
     "PoisonRequestError",
     "QueueFullError",
     "RequestTooLargeError",
+    "SlowReaderError",
+    "SteppedModel",
+    "StreamedModel",
     "TransportError",
     "UnsendableValueError",
     "WorkerError",
@@ -69,7 +75,10 @@ __all__ = [
 # Modules of names that are imported on first access: a worker imports this package for its model,
 # and needs no event loop.
 _LAZY = {
+    "Done": "fast_batcher.stepped",
     "DynBatcher": "fast_batcher.batcher",
+    "SteppedModel": "fast_batcher.stepped",
+    "StreamedModel": "fast_batcher.stepped",
     "aio": "fast_batcher.aio",
     "dynamically": "fast_batcher.dynamic",
     "inference": "fast_batcher.inference",

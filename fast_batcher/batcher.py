@@ -45,6 +45,7 @@ from fast_batcher._session.life import (
 )
 from fast_batcher._session.offload import offload
 from fast_batcher._session.session import LocalSession, Session
+from fast_batcher._session.streams import ChunkQueue, ChunkT, Stream
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
     BatcherError,
@@ -74,6 +75,7 @@ from fast_batcher.settings import (
     SettingValue,
     checked_priority,
     checked_timeout,
+    reject_for_stepped,
     reject_unknown_options,
     warn_about_workers,
 )
@@ -211,6 +213,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         settings = self._settings = self._make_settings(values)
         self._model_class = model
         spec = self._check_model(model_args, model_kwargs)
+        if spec.is_stepped:
+            reject_for_stepped(settings)
         self._model = CurrentModel(spec)
         self.name: str = spec.name if name is None else name
         warn_about_workers(settings)
@@ -303,6 +307,45 @@ class DynBatcher(Generic[InputT, OutputT]):
         finally:
             # An error holds this frame, which must not hold the error.
             del future, request
+
+    async def stream(
+        self: "DynBatcher[InputT, list[ChunkT]]",
+        value: InputT,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Stream[ChunkT]:
+        """Wait for the first chunk of a `SteppedModel`, and return an iterator over all of them.
+
+            return StreamingResponse(await batcher.stream(text))
+
+        What fails before the first chunk raises here, so that an endpoint can answer with a status,
+        and a request whose worker dies until then is begun again on another worker. A stream joins
+        the others at the next step, and leaves them when its caller has gone.
+
+        Args:
+            value: As for `process_batched`.
+            timeout: Seconds until the call fails without a first chunk, and later without a further
+                one. Default the batcher's. For a limit on the whole stream read it within
+                `asyncio.timeout`.
+            priority: As for `process_batched`.
+
+        Raises:
+            ConfigurationError: The model is no `SteppedModel`; or as for `process_batched`.
+            BatcherError: The errors of `process_batched`.
+
+        Cancellation: safe at any time, also while the stream is read: it leaves at the next step.
+        """
+        if not self._model.spec.is_stepped:
+            raise ConfigurationError(f"{self.name}: stream() needs a model that is a SteppedModel")
+        session = self._find_session()
+        queue = ChunkQueue(session.binding.loop)
+        request = Request(value, queue)
+        set_options(request, timeout, priority)
+        session.accept(request)
+        stream: Stream[ChunkT] = Stream(request, queue, session.abandon, session.binding.call)
+        await stream.wait_first()
+        return stream
 
     async def process_many(
         self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0

@@ -8,6 +8,7 @@
         DeadlineExceededError (TimeoutError)   the deadline cannot be met, or has passed
         RequestTooLargeError                   the request is too large, or costs too much
         UnsendableValueError (TypeError)       the input cannot be pickled
+        SlowReaderError                        a stream was not read
         InferenceError                         the model raised
             OutputMismatchError (IndexError)   the model returned the wrong number of outputs
             CollationError (ValueError)        inputs cannot be joined to one batch
@@ -79,6 +80,10 @@ class QueueFullError(_RetryableError):
 
 class DeadlineExceededError(_RetryableError, TimeoutError):
     """The request's deadline passed, or (`retry_after` is set) it was rejected as unreachable."""
+
+
+class SlowReaderError(BatcherError):
+    """A stream was not read for its timeout, and had filled its buffer."""
 
 
 class RequestTooLargeError(BatcherError):

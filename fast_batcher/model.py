@@ -187,6 +187,10 @@ _METHODS = (
     ("prepare", "an input", "what infer gets for it"),
     ("finish", "an output", "what the caller gets for it"),
 )
+_STEPPED_METHODS = (
+    ("join", "the list of inputs", "a list with one state per input"),
+    ("step", "the list of states", "a list with one chunk per state"),
+)
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -209,6 +213,8 @@ class ModelSpec:
     # The methods of the model, each with its `max_batch_size` or None for the batcher's; "infer" is
     # the first if the model has it.
     methods: tuple[tuple[str, int | None], ...] = INFER_ALONE
+    # Whether it is a `SteppedModel`, whose requests are streams.
+    is_stepped: bool = False
     # Part of the keys of cached outputs: "" for the arguments of the construction, and random for
     # those of a reload, so that no other process, earlier or later, has cached outputs of other
     # weights under them.
@@ -270,6 +276,7 @@ def check_model(
         pickled=pickled,
         module=module,
         methods=_list_methods(model),
+        is_stepped=isinstance(model, type) and is_stepped(model),
         arguments=(args, kwargs),
     )
 
@@ -289,6 +296,12 @@ def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> 
     types = ", ".join(type(value).__qualname__ for value in args)
     named = ", ".join(f"{name}: {type(value).__qualname__}" for name, value in kwargs.items())
     return f"model_args of types ({types}) and model_kwargs of types {{{named}}}"
+
+
+def is_stepped(model: type) -> bool:
+    """Return whether a class is a `SteppedModel`; its module need not be imported for others."""
+    stepped = sys.modules.get("fast_batcher.stepped")
+    return stepped is not None and issubclass(model, stepped.SteppedModel)
 
 
 def find_model_fault(model: type) -> str | None:
@@ -312,6 +325,11 @@ def find_model_fault(model: type) -> str | None:
             reason = "it begins with an underscore" if name[0] == "_" else "the library has its own"
             return f"{name} cannot be the name of a batchable method: {reason}; rename it"
     called = (*_METHODS, *((name, *_BATCH) for name in marked))
+    if is_stepped(model):
+        called += _STEPPED_METHODS
+        others = [*marked, *(name for name in ("prepare", "finish") if hasattr(model, name))]
+        if others or collation is not None:
+            return f"a SteppedModel cannot have {', '.join(others) or 'a collation'}"
     faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
 

@@ -616,6 +616,16 @@ class SettingValue(NamedTuple):
     source: str
 
 
+def reject_for_stepped(settings: "Settings") -> None:
+    """Refuse the options that mean nothing, or are not made yet, for a `SteppedModel`."""
+    options = ("cost", "group_by", "cache", "max_latency", "shared")
+    given = [name for name in options if getattr(settings, name) != OPTIONS[name].default]
+    if isinstance(settings.workers, RemoteWorkers):
+        given.append("workers")
+    if given:
+        raise ConfigurationError(f"{', '.join(given)}: not with a SteppedModel")
+
+
 def reject_unknown_options(given: Iterable[str]) -> None:
     """Raise the error that Python raises for an unknown argument, with the nearest known name."""
     for name in given:

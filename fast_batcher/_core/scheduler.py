@@ -72,6 +72,8 @@ class Retries:
     - A worker died before it had read the batch: the batch goes unchanged.
     - `infer` raised: the two halves go, until the guilty request is alone. For a batch of n
       requests that takes at most 2n - 1 batches.
+    - A stream of which the caller has a chunk is not tried again. Other streams of a dead worker
+      begin again one by one, beside running ones.
     """
 
     def __init__(self, *, idempotent: bool, isolate_errors: bool) -> None:
@@ -96,8 +98,8 @@ class Retries:
             if request.is_settled:
                 continue
             request.losses += progress is not BatchProgress.SENT
-            request.deaths += progress is BatchProgress.BEGUN
-            if progress is BatchProgress.BEGUN and not self._idempotent:
+            request.deaths += progress is BatchProgress.BEGUN and not batch.has_stepped
+            if request.has_chunks or (progress is BatchProgress.BEGUN and not self._idempotent):
                 failed.append(request)
             elif request.deaths >= MOST_DEATHS or request.losses >= MOST_LOSSES:
                 poisonous.append(request)
@@ -289,6 +291,8 @@ class Admission:
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
         """Set the targets of arrivals; return whether any request was given one."""
+        if self._limits.is_stepped:  # nothing is predicted: how long streams are is not known
+            return False
         latest = now + self._max_latency
         has_set = latest != inf
         for request in requests:
@@ -444,6 +448,7 @@ class Scheduler:
         self._policy = policy
         self.counts_bytes = limits.max_queue_bytes is not None
         self._timeout = or_infinite(limits.timeout)
+        self._is_stepped = limits.is_stepped
         self._packer = packer
         ranks = (packer, limits.max_latency, limits.max_queue_bytes)
         methods = methods or [Method("infer", None, limits.max_batch_size)]
@@ -635,7 +640,7 @@ class Scheduler:
         seconds = now - slot.started_at if slot.has_answered and not batch.is_retry else None
         batch.began_at = slot.started_at
         self.workers.take_back(now, batch)
-        if not has_raised:
+        if not (has_raised or self._is_stepped):
             try:
                 self._learn(now, batch, seconds)
             except Exception as error:  # noqa: BLE001  the batch was answered in any case
@@ -730,7 +735,7 @@ class Scheduler:
     def _dispatch(self, now: float, actions: list[Action]) -> float:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
         # Retries go first, to idle workers. The size cap may have fallen below the group's size.
-        while self._retries.groups and (slot := self.workers.least_loaded(1)) is not None:
+        while self._retries.groups and (slot := self.workers.find_for_retry()) is not None:
             group = self._retries.take(self._methods)
             if group is None:
                 break

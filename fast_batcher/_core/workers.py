@@ -69,6 +69,7 @@ class WorkerTable:
         self._timeout = or_infinite(limits.timeout)
         self._infer_timeout = or_infinite(limits.infer_timeout)
         self._batches_per_worker = limits.batches_per_worker
+        self._is_stepped = limits.is_stepped
         # By the worker's number.
         self.slots: dict[int, WorkerSlot] = {}
         # Batches on workers, by id.
@@ -154,6 +155,19 @@ class WorkerTable:
                 found, below = slot, count
         return found
 
+    def find_for_retry(self) -> WorkerSlot | None:
+        """Return the worker for a batch that is tried again, or None: an idle one.
+
+        A stream runs beside others. Of the streams with which a worker has died, one at a time is
+        on trial, until its first chunk: if its worker dies, too, the others are not suspected.
+        """
+        if not self._is_stepped:
+            return self.least_loaded(1)
+        slot = self.least_loaded()
+        if slot is None or any(batch.is_on_trial for batch in slot.batches):
+            return None
+        return slot
+
     def give(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
         """Add a batch behind the other batches of a worker."""
         slot.batches.append(batch)
@@ -208,15 +222,24 @@ class WorkerTable:
         slot = self.slots.get(batch.worker)
         if batch.open_count or slot is None or batch.id not in self.batches:
             return
-        if batch is slot.batches[0]:
+        is_first = batch is slot.batches[0]
+        if is_first:
             self.next_expiry = min(self.next_expiry, slot.started_at + self._timeout)
-        else:
+        if not is_first or self._is_stepped:
             self.deserted.append(batch)
 
     def take_deserted(self) -> list[Skip]:
         """Return actions for the batches behind others that have become without callers."""
         deserted, self.deserted = self.deserted, []
         return [Skip(batch) for batch in deserted if batch.id in self.batches]
+
+    def note_step(self, now: float, worker: int, streams: list[Batch]) -> None:
+        """Record that a worker has sent chunks: `infer_timeout` is that of one step."""
+        slot = self.slots.get(worker)
+        if slot is not None and slot.started_at != inf:
+            slot.started_at, slot.is_stalled = now, False
+        for batch in streams:
+            batch.has_stepped = True
 
     def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
         """Restart the time of a worker's first batch, because the frame is only now being written.

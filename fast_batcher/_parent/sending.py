@@ -177,8 +177,16 @@ class BatchSender:
         return unsendable
 
     def skip(self, batch: Batch) -> None:
-        """Let the worker of a batch not compute it, unless it has begun."""
-        self._workers[batch.worker].skip(batch.id)
+        """Let the worker of a batch not compute it, unless it has begun; a stream leaves."""
+        worker = self._workers[batch.worker]
+        if worker.model_spec.is_stepped:
+            worker.send(Kind.LEAVE, batch.id, b"")
+        else:
+            worker.skip(batch.id)
+
+    def tell(self, batch: Batch, kind: int) -> None:
+        """Tell the worker of a stream that it pauses or resumes."""
+        self._workers[batch.worker].send(kind, batch.id, b"")
 
     def free(self, worker_id: int, frame: Frame) -> None:
         """End the leases of the batches that a worker names in a FREED frame."""

@@ -267,6 +267,7 @@ class WorkerHandle(ABC):
             self._placement.device,
             self.index,
             settings.stage_threads or threads,
+            is_stepped=self.model_spec.is_stepped,
         )
 
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.

@@ -23,7 +23,7 @@ from typing import Any
 
 from fast_batcher._devices import thread_share
 from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerState, describe_exit
-from fast_batcher._transport.channels import Frame, Kind
+from fast_batcher._transport.channels import Frame, Kind, split_frames
 from fast_batcher._transport.pickling import SerializedError, describe
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.loop import BATCHES, Reply, ReplyEncoder
@@ -123,11 +123,15 @@ class ThreadWorker(WorkerHandle):
             self._is_abandoned.wait(seconds)
         return None if self._is_abandoned.is_set() else frame
 
-    def bring(self, frame: Frame) -> None:
-        """Hand a frame over to the loop's thread."""
-        self._has_failed |= frame.kind == Kind.STARTUP_FAILED
+    def has_arrived(self) -> bool:
+        """Return whether `receive` need not wait."""
+        return not self._frames.empty()
+
+    def bring(self, *frames: Frame) -> None:
+        """Hand frames over to the loop's thread."""
+        self._has_failed |= frames[-1].kind == Kind.STARTUP_FAILED
         if not self._is_abandoned.is_set():
-            self._answers.append(frame)
+            self._answers.extend(frames)
             self._read_soon()
 
     def _end(self) -> None:
@@ -213,6 +217,7 @@ class _Channel:
     def __init__(self, worker: ThreadWorker) -> None:
         self._worker = worker
         self.receive = worker.receive
+        self.has_arrived = worker.has_arrived
 
     def send(
         self,
@@ -222,8 +227,8 @@ class _Channel:
         seconds: float = 0.0,
         ahead: bytes = b"",
     ) -> None:
-        """Hand a frame over to the loop's thread."""
-        self._worker.bring(Frame(kind, batch_id, seconds, body))
+        """Hand a frame over to the loop's thread, behind the frames `ahead`."""
+        self._worker.bring(*split_frames(ahead), Frame(kind, batch_id, seconds, body))
 
     def send_packed(self, data: bytes) -> None:
         """Send nothing: no shared memory is to be reported."""

@@ -224,6 +224,14 @@ class Ledger:
         left, seconds = batch.left_waiting, batch.infer_seconds
         self.counters.samples.append((began_at, now, size, batch.release, left, waited, seconds))
 
+    def complete_step(self, now: float, streams: list[Batch], seconds: float, left: int) -> None:
+        """Record a step of a stepped model, which counts as a batch of the streams it served."""
+        size, waited = len(streams), 0.0
+        if streams:
+            waited = streams[-1].sent_at - streams[-1].requests[0].arrival
+        self.counters.count_batch(size, "step")
+        self.counters.samples.append((now - seconds, now, size, "step", left, waited, seconds))
+
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
         self.end(request, "failed" if set_exception(request, error) else "cancelled", reason)

@@ -23,6 +23,7 @@ from fast_batcher.errors import (
     DeadlineExceededError,
     NotReadyError,
     RequestTooLargeError,
+    SlowReaderError,
 )
 from fast_batcher.settings import Settings
 
@@ -153,6 +154,10 @@ class Reports:
         if action.rejection is not None:
             return action.rejection.to_error()
         limit = f"its timeout of {timeout_of(action.request, self._settings)} seconds"
+        if action.request.has_chunks:
+            if action.request.caller.is_paused:
+                return SlowReaderError(f"the stream was paused, and was not read for {limit}")
+            return DeadlineExceededError(f"the model gave no further chunk within {limit}")
         if action.reason is ExpiryReason.NOT_READY:
             return NotReadyError(f"no worker was ready for the call within {limit}")
         if action.reason is ExpiryReason.WAITING:

@@ -32,6 +32,7 @@ from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
+    BATCHES_PER_WORKER,
     QUEUED,
     RETRYING,
     Batch,
@@ -46,6 +47,8 @@ from fast_batcher._core.values import (
     Skip,
     Stall,
     State,
+    most_streams,
+    or_infinite,
 )
 from fast_batcher._parent.pool import MakeWorker, Pool
 from fast_batcher._parent.sending import (
@@ -61,7 +64,8 @@ from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel, LoopBinding, Status
-from fast_batcher._session.outcomes import CostEvaluator, Reports
+from fast_batcher._session.outcomes import CostEvaluator, Reports, timeout_of
+from fast_batcher._session.streams import Step, give_chunks
 from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dumps, loads, measure_size
 from fast_batcher.errors import (
@@ -259,7 +263,9 @@ class Session(ABC):
 REST_OF_FRAME = 0.05
 
 # Frames that bring no outcomes of a batch, or not its last ones.
-KINDS_WITHOUT_OUTCOMES = frozenset({Kind.OUTPUTS_FRAGMENT, Kind.PONG, Kind.FREED, Kind.SKIPPED})
+KINDS_WITHOUT_OUTCOMES = frozenset(
+    {Kind.OUTPUTS_FRAGMENT, Kind.PONG, Kind.FREED, Kind.SKIPPED, Kind.STEP, Kind.CHUNKS}
+)
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 
@@ -273,7 +279,9 @@ class LocalSession(Session):
     def __init__(
         self, model: CurrentModel, settings: Settings, status: Status, ledger: Ledger
     ) -> None:
-        methods = [Method(*method, settings.batch_limit) for method in model.spec.methods]
+        self._is_stepped = model.spec.is_stepped
+        size = 1 if self._is_stepped else settings.batch_limit
+        methods = [Method(*method, size) for method in model.spec.methods]
         super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
         self._model = model
         self._observers = ledger.observers
@@ -282,11 +290,15 @@ class LocalSession(Session):
         self._reports = Reports(self._name, settings)
         evaluator = self._make_evaluator(methods)
         self._evaluate = None if evaluator is None else evaluator.evaluate
-        self.scheduler = _make_scheduler(settings, methods, self._make_policy(settings))
+        self.scheduler = _make_scheduler(
+            settings, methods, self._make_policy(settings), is_stepped=self._is_stepped
+        )
         self.memory = self._open_memory()
         parts = model.spec, settings, self, self.memory, ledger.observers, self._name
         self.pool = Pool(*parts, self._choose_worker_kind())
         self.sender = self._make_sender()
+        # The frame before the chunks of a step, by worker; for a `SteppedModel`.
+        self._steps: dict[int, Step] = {}
         self._arena = self.sender.arena
         # Types of inputs that may be staged; empty until the first large input.
         self._staged_types = self._arena.probes
@@ -307,6 +319,8 @@ class LocalSession(Session):
         self._set_scaling()
 
     def _make_policy(self, settings: Settings) -> Policy:
+        if self._is_stepped:  # there is nothing to wait for
+            return make_policy("greedy", None)
         return make_policy(settings.policy, settings.max_delay)
 
     def _open_memory(self) -> MemoryService:
@@ -439,7 +453,8 @@ class LocalSession(Session):
         size = len(batch.requests)
         unsendable = self.sender.send(batch, contexts)
         # While the worker wakes up.
-        self._ledger.counters.count_batch(size, batch.release)
+        if not self._is_stepped:
+            self._ledger.counters.count_batch(size, batch.release)
         if unsendable:
             self.inputs_unsendable(batch, unsendable)
 
@@ -485,14 +500,21 @@ class LocalSession(Session):
         if self._drained is not None:
             self._notice_drained()
 
+    def _read_outcomes(self, frame: Frame, worker: int, count: int) -> list[Any]:
+        """Read the outcomes of a batch, or the chunks of a step, by position."""
+        if frame.kind == Kind.SHARED_OUTPUTS:
+            # Not on a thread: the chunks of the next step must not overtake these.
+            return read_shared_outcomes(frame, self.pool.workers[worker].outbox).read(count)
+        earlier = self._fragments.pop(worker, None) if self._fragments else None
+        return read_outcomes(frame, earlier, count, self._reader)
+
     def _settle(self, frame: Frame, batch: Batch, requests: list[Request]) -> None:
         """Give the callers of an answered batch their outcomes."""
         try:
             if frame.kind == Kind.SHARED_OUTPUTS:
                 self._collect(frame, batch)
             else:
-                earlier = self._fragments.pop(batch.worker, None) if self._fragments else None
-                outcomes = read_outcomes(frame, earlier, len(requests), self._reader)
+                outcomes = self._read_outcomes(frame, batch.worker, len(requests))
                 self._ledger.answer(batch, requests, outcomes)
         except Exception as error:
             self._fail_batch(batch, requests, error)
@@ -523,6 +545,8 @@ class LocalSession(Session):
             self.sender.free(worker, frame)
         elif frame.kind == Kind.PONG:
             self.pool.heartbeat.answered(worker)
+        elif frame.kind in (Kind.STEP, Kind.CHUNKS):
+            self._take_step(worker, frame)
         elif self.scheduler.workers.find(worker, frame.batch_id) is None:
             self._reject_answer(frame)
         elif frame.kind == Kind.SKIPPED:
@@ -552,6 +576,61 @@ class LocalSession(Session):
         """Fail requests whose answer cannot be read; their worker will be replaced."""
         outcomes = [Failure(TransportError(str(error))) for _ in requests]
         self._ledger.answer(batch, requests, outcomes)
+
+    # The steps of a `SteppedModel`.
+
+    def _take_step(self, worker: int, frame: Frame) -> None:
+        """Give the requests of a step their chunks, and answer the streams that have ended."""
+        if frame.kind == Kind.STEP:
+            self._steps[worker] = Step(*loads(frame.body))
+            return
+        step, now = self._steps.pop(worker, Step([], [], 0)), monotonic()
+        scheduler, find = self.scheduler, self.scheduler.workers.find
+        streams = [batch for heard in step.heard if (batch := find(worker, heard)) is not None]
+        finished = [batch for ended in step.ended if (batch := find(worker, ended)) is not None]
+        if len(streams) < len(step.heard) or len(finished) < len(step.ended):
+            self._reject_answer(frame)
+            return
+        # If it cannot be read, the worker is replaced, and has its streams until then.
+        outcomes = self._read_outcomes(frame._replace(kind=step.kind), worker, len(streams))
+        for batch in finished:
+            scheduler.batch_done(now, worker, batch.id)
+        scheduler.workers.note_step(now, worker, streams)
+        if scheduler.is_poll_due:
+            # Newcomers travel while the worker computes its next step.
+            self._advance(now)
+        self._ledger.complete_step(now, streams, frame.seconds, scheduler.queue.size)
+        self._give_chunks(streams, outcomes)
+        for batch in finished:
+            self._ledger.answer(batch, batch.requests, [batch.chunks or []])
+            if self.pool.recycles:
+                self.pool.batch_answered(worker)
+        if self._drained is not None:
+            self._notice_drained()
+
+    def _give_chunks(self, streams: list[Batch], outcomes: list[Any]) -> None:
+        """Give the requests of a step their chunks; fail some, and let some wait for readers."""
+        failed, full = give_chunks(streams, outcomes, self._deadline_of)
+        for request, error in failed:
+            self.scheduler.cancel(request)  # it leaves, unless it has ended
+            self._ledger.fail(request, error, "failed")
+            self.run_soon()
+        for batch in full:
+            batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
+            self.sender.tell(batch, Kind.PAUSE)
+
+    def _deadline_of(self, request: Request) -> float:
+        """Return the moment by which a stream must have its next chunk, or be read."""
+        if not self.has_deadlines:
+            return math.inf
+        return monotonic() + or_infinite(timeout_of(request, self.settings))
+
+    def _stream_read(self, batch: Batch, resumes: bool) -> None:
+        """Handle that a caller has read a chunk of a paused stream."""
+        request = batch.requests[0]
+        request.deadline = self._deadline_of(request)
+        if resumes and self.scheduler.workers.find(batch.worker, batch.id) is batch:
+            self.sender.tell(batch, Kind.RESUME)
 
     # Large answers.
 
@@ -670,6 +749,8 @@ class LocalSession(Session):
     def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
         index = worker.index
+        if self._is_stepped:  # they are the times of whole answers
+            times = []
         self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages, index)
         reloading = self.pool.reloading
         is_reloaded = reloading is not None and reloading.is_awaited(worker.id)
@@ -691,6 +772,7 @@ class LocalSession(Session):
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """Retry the requests of a dead worker, or fail them."""
         self._fragments.pop(worker, None)
+        self._steps.pop(worker, None)
         slot = self.scheduler.workers.slots.get(worker)
         if slot is None:  # the scheduler was closed, and has forgotten its workers
             return
@@ -804,7 +886,7 @@ class LocalSession(Session):
         if self.status.state is State.OPENING:
             self._notice_all_ready()
         self._arena.batch_size = settings.batch_limit
-        self.scheduler.reconfigure(_limits_of(settings), policy)
+        self.scheduler.reconfigure(_limits_of(settings, is_stepped=self._is_stepped), policy)
         if not self.binding.loop.is_closed():
             # The waiting requests may be a full batch now, or have waited long enough.
             self.run_soon()
@@ -872,14 +954,16 @@ class LocalSession(Session):
                 self._ledger.fail(request, error, "closed" if is_closed else "broken")
 
 
-def _make_scheduler(settings: Settings, methods: Sequence[Method], policy: Policy) -> Scheduler:
+def _make_scheduler(
+    settings: Settings, methods: Sequence[Method], policy: Policy, *, is_stepped: bool
+) -> Scheduler:
     packer = None
     if settings.cost is not None:
         make_packer = PaddedPacker if settings.cost_is_padded else SummedPacker
         packer = make_packer(settings.max_batch_cost)
     return Scheduler(
         policy,
-        _limits_of(settings),
+        _limits_of(settings, is_stepped=is_stepped),
         measure_size=measure_size,
         packer=packer,
         is_grouped=settings.group_by is not None,
@@ -887,9 +971,13 @@ def _make_scheduler(settings: Settings, methods: Sequence[Method], policy: Polic
     )
 
 
-def _limits_of(settings: Settings) -> Limits:
+def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
+    # The scheduler takes a stream for a batch of one, and a worker has many of them at a time.
+    size, batches = settings.batch_limit, BATCHES_PER_WORKER
+    if is_stepped:
+        size, batches = 1, most_streams(size)
     return Limits(
-        max_batch_size=settings.batch_limit,
+        max_batch_size=size,
         max_queue_size=settings.queue_limit,
         max_queue_bytes=settings.max_queue_bytes,
         timeout=settings.timeout,
@@ -897,4 +985,6 @@ def _limits_of(settings: Settings) -> Limits:
         infer_timeout=settings.infer_timeout,
         idempotent=settings.idempotent,
         isolate_errors=settings.isolate_errors,
+        batches_per_worker=batches,
+        is_stepped=is_stepped,
     )

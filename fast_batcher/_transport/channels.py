@@ -21,6 +21,7 @@ import contextlib
 import functools
 import io
 import os
+import select
 import struct
 import sys
 from collections import deque
@@ -95,8 +96,12 @@ class Kind:
     # The pickled list of pickled context managers of the observers that follow batches; the batch
     # with this id comes next.
     CONTEXTS = 9
-    VALUES = 11  # a batch for a thread of this process: the list of inputs itself
     METHOD = 10  # the name of the method that computes the batch with this id, which comes next
+    VALUES = 11  # a batch for a thread of this process: the list of inputs itself
+    # About a stream, which is the batch with this id; without a body.
+    LEAVE = 12  # no caller waits for it any more: answer with SKIPPED, unless it has ended
+    PAUSE = 13  # its caller does not keep up: leave it out of the steps
+    RESUME = 14  # its caller has read
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
@@ -109,6 +114,10 @@ class Kind:
     OUTPUT_VALUES = 29  # from a thread of this process: the list of outputs and errors itself
     PONG = 22
     FREED = 27  # a pickled list: ids of batches that have no view left
+    # Pickled: ids of the batches that have a chunk in the next frame, ids of the batches that have
+    # ended, and the kind of an answer.
+    STEP = 30
+    CHUNKS = 31  # the chunks of a step, as an answer of that kind
     # Each of these is one pickled SerializedError, for every request of the batch.
     FAILED = 23  # a retry cannot succeed
     RAISED = 24  # `infer` raised
@@ -283,6 +292,12 @@ class BlockingChannel:
         source, sink = (end.fileno() for end in ends)
         self._reader = FrameReader(max_frame_bytes, io.FileIO(source, closefd=False).readinto)
         self._write = io.FileIO(sink, "w", closefd=False).write
+        self._poll = select.poll()
+        self._poll.register(source, select.POLLIN)
+
+    def has_arrived(self) -> bool:
+        """Return whether a frame, or a part of one, can be received."""
+        return bool(self._reader.rest or self._poll.poll(0))
 
     def receive(self) -> Frame | None:
         """Wait for the next frame; None when the parent has closed its end."""

@@ -342,6 +342,13 @@ class WorkerChannel(Protocol):
         """Send a whole frame."""
 
 
+class PolledChannel(WorkerChannel, Protocol):
+    """A channel to a worker that has other work than to wait for the next frame."""
+
+    def has_arrived(self) -> bool:
+        """Return whether a frame, or a part of one, can be received."""
+
+
 class BatchLoop:
     """Main loop of a worker: answers batches with a model until the parent sends STOP."""
 
@@ -393,14 +400,21 @@ class BatchLoop:
             frame = self._channel.receive()
             if frame is None:
                 return Kind.STOP
-            if frame.kind in BATCHES:
-                return self._read(frame)
             if frame.kind in (Kind.STOP, Kind.PING):
                 return frame.kind
-            if frame.kind == Kind.INPUTS_FRAGMENT:
-                self._inputs.keep_fragment(frame)
-            else:
-                self._note(frame)
+            job = self.take(frame)
+            if job is not None:
+                return job
+
+    def take(self, frame: Frame) -> BatchJob | None:
+        """Read a batch, or note what precedes one."""
+        if frame.kind in BATCHES:
+            return self._read(frame)
+        if frame.kind == Kind.INPUTS_FRAGMENT:
+            self._inputs.keep_fragment(frame)
+        else:
+            self._note(frame)
+        return None
 
     def _note(self, frame: Frame) -> None:
         """Note what precedes a batch."""
@@ -449,7 +463,7 @@ class BatchLoop:
                     outputs = infer(inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             job.seconds = monotonic() - started
-            job.fail(*_judge(error))
+            job.fail(*judge(error))
             # A frame often keeps the error, and its frames keep the inputs.
             forget_frames(error)
             return
@@ -495,7 +509,7 @@ class BatchLoop:
         self._encoder.give_back_unused()
 
 
-def _judge(error: BaseException) -> tuple[int, SerializedError]:
+def judge(error: BaseException) -> tuple[int, SerializedError]:
     """Return the kind of frame that reports an error of `infer`, and the error as data."""
     failure = pickling.describe(error)
     kind = Kind.RAISED

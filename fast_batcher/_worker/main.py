@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fast_batcher._process import end_descendants, freeze_for_good, monotonic, read_rss
 from fast_batcher._shared_memory.inputs import SlabViews
@@ -28,7 +28,13 @@ from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import BlockingChannel, Kind
 from fast_batcher._transport.logs import LogSettings
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder, WorkerChannel
+from fast_batcher._worker.loop import (
+    BatchLoop,
+    InputReader,
+    PolledChannel,
+    ReplyEncoder,
+    WorkerChannel,
+)
 from fast_batcher._worker.model import (
     collate_methods,
     construct,
@@ -39,7 +45,7 @@ from fast_batcher._worker.model import (
 )
 from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model import MethodOptions, find_methods
+from fast_batcher.model import MethodOptions, find_methods, is_stepped
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -135,6 +141,8 @@ class WorkerSettings(NamedTuple):
     stage_threads: int = 1
     # Callers get what the model returns, not a copy from a pickle: outputs must not be views.
     copies_outputs: bool = False
+    # Whether the parent takes the model for a `SteppedModel`.
+    is_stepped: bool = False
 
 
 class Start(NamedTuple):
@@ -169,6 +177,10 @@ def load_warm(pickled: bytes | bytearray | memoryview, settings: WorkerSettings)
     """Load the model, and warm it up."""
     began = monotonic()
     call = import_model(pickled)
+    if is_stepped(call.cls) != settings.is_stepped:
+        raise WorkerStartupError(
+            f"{call.name} is a SteppedModel: give the batcher the class, not a string"
+        )
     imported = monotonic()
     model = construct(call, settings.device, settings.worker_index)
     constructed = monotonic()
@@ -251,7 +263,15 @@ def load_and_serve(
         copies = settings.copies_outputs or stages.count > 1
         reader = InputReader(views)
         loop = BatchLoop(channel, loaded.models, progress, reader, encoder, copies=copies)
-        if stages.count > 1:
+        if settings.is_stepped:
+            # A worker that needs no steps need not import the module.
+            from fast_batcher._worker.steps import StepLoop
+
+            most = settings.max_batch_size
+            # The calls of an actor are refused with a `SteppedModel`.
+            polled = cast("PolledChannel", channel)
+            StepLoop(loop, polled, loaded.model, most, progress, encoder, copies=copies).run()
+        elif stages.count > 1:
             StageLoop(loop, stages).run()
         else:
             loop.run()

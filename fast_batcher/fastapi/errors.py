@@ -125,6 +125,7 @@ ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
     errors.DeadlineExceededError: HttpAnswer(504, "deadline_exceeded"),
     errors.RequestTooLargeError: HttpAnswer(413, "request_too_large"),
     errors.UnsendableValueError: HttpAnswer(500, "unsendable_value", "internal error"),
+    errors.SlowReaderError: HttpAnswer(500, "slow_reader", "internal error"),
     errors.InferenceError: HttpAnswer(500, "inference_failed", "the model failed"),
     errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
     errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),

@@ -99,6 +99,7 @@ TABLE: list[tuple[errors.BatcherError, int, str, str | None, str]] = [
     (errors.DeadlineExceededError("no", retry_after=0.0), 503, "deadline_unreachable", "1", "no"),
     (errors.RequestTooLargeError("9 MiB"), 413, "request_too_large", None, "9 MiB"),
     (errors.UnsendableValueError("canary"), 500, "unsendable_value", None, _OURS),
+    (errors.SlowReaderError("canary"), 500, "slow_reader", None, _OURS),
     (errors.InferenceError("canary"), 500, "inference_failed", None, _MODELS),
     (errors.OutputMismatchError("canary"), 500, "output_mismatch", None, _MODELS),
     (errors.CollationError("c"), 500, "collation_failed", None, "the input does not fit the model"),

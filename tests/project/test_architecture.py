@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "observing": 0,
     "_observers": 2,
     "model": 0,
+    "stepped": 0,
     "stats": 0,
     "settings": 0,
     "configuration": 0,
@@ -234,6 +235,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "_devices": {"errors"},
     "ray": {"errors", "settings"},
     "model": {"_arrays.collation", "errors", "settings"},
+    "stepped": {"_arrays.joining", "errors", "model"},
     "_arrays": {"errors", "settings"},
 }
 

@@ -38,10 +38,11 @@ from fast_batcher.settings import (
 
 NAMES = [
     *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
-    *("CollationError", "ConfigurationError", "DeadlineExceededError", "DynBatcher"),
+    *("CollationError", "ConfigurationError", "DeadlineExceededError", "Done", "DynBatcher"),
     *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "NotReadyError"),
     *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
-    *("RequestTooLargeError", "TransportError", "UnsendableValueError", "WorkerError"),
+    *("RequestTooLargeError", "SlowReaderError", "SteppedModel", "StreamedModel"),
+    *("TransportError", "UnsendableValueError", "WorkerError"),
     *("WorkerLostError", "WorkerStartupError", "aio", "batchable"),
     *("dynamically", "inference"),
     *("stack",),
@@ -257,7 +258,7 @@ def test_batcher_has_exactly_these_public_names() -> None:
             "name",
         ),
         *("open", "process_batched", "process_many", "process_rows", "reconfigure", "reload"),
-        *("settings", "start_error", "state", "stats", "stop", "submit", "timeout"),
+        *("settings", "start_error", "state", "stats", "stop", "stream", "submit", "timeout"),
     ]
 
 

@@ -25,8 +25,8 @@ PROCESS_WIDE = {
 # The house without Ray, the command line and options from outside has 94 files and 26,900 lines; it
 # was to have 90 and 21,500. The rest are these three, the load test, which users run with
 # `fast-batcher bench` (7 files and 1,700 lines, half of them from the benchmarks), the test kit (3
-# files and 700 lines), and a margin for mending.
-MOST_FILES, MOST_LINES = 118, 31_800
+# files and 700 lines), streams (3 files and 900 lines), and a margin for mending.
+MOST_FILES, MOST_LINES = 121, 32_700
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}

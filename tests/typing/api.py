@@ -15,7 +15,8 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 import fast_batcher
-from fast_batcher import BatcherStats, DynBatcher, InferenceModel
+from fast_batcher import BatcherStats, Done, DynBatcher, InferenceModel, SteppedModel
+from fast_batcher._session.streams import Stream
 from fast_batcher.aio import AsyncBatchedFunction
 from fast_batcher.dyn_batcher import DynBatcher as DynBatcherByOtherPath
 from fast_batcher.dynamic import BatchedFunction
@@ -173,6 +174,21 @@ DynBatcher(Lengths, model_kwargs=["scale"])  # type: ignore[arg-type]
 DynBatcher(Lengths, start_timeout=None)  # type: ignore[arg-type]
 DynBatcher(Lengths, drain_timout=1.0)  # type: ignore[call-arg]
 
+
+class Speaker(SteppedModel[str, bytes]):
+    """Takes texts, gives streams of sound."""
+
+    def join(self, inputs: list[str]) -> list[str]:
+        return inputs
+
+    def step(self, states: list[str]) -> list[bytes | Done[bytes] | None]:
+        return [Done(state.encode()) for state in states]
+
+
+spoken = DynBatcher(Speaker, workers="threads")
+assert_type(spoken, DynBatcher[str, list[bytes]])
+DynBatcher(Speaker, workers="thread")  # type: ignore[arg-type]
+
 options: BatcherOptions = {"max_restarts": 3, "max_shared_bytes": 0}
 assert_type(DynBatcher(Lengths, **options), DynBatcher[str, int])
 assert_type(DynBatcher(Lengths, cost=len, **options), DynBatcher[str, int])
@@ -209,6 +225,12 @@ async def calls() -> None:
     await batcher.process_many([1, 2])  # type: ignore[list-item]
     batcher.submit(7)  # type: ignore[arg-type]
     text: str = await batcher.process_batched("text")  # type: ignore[assignment]
+    stream = await spoken.stream("text", timeout=1, priority=2)
+    assert_type(stream, Stream[bytes])
+    assert_type([chunk async for chunk in stream], list[bytes])
+    assert_type(await spoken.process_batched("text"), list[bytes])
+    await spoken.stream(7)  # type: ignore[arg-type]
+    await batcher.stream("text")  # type: ignore[misc]
     use(text)
 
 

@@ -1,0 +1,227 @@
+"""Streams: requests whose callers get chunks before they end. API process, event loop's thread.
+
+    STEP, CHUNKS --give_chunks--> ChunkQueue <--read-- Stream, the user's
+
+A `ChunkQueue` stands in the place of the future of a request, so that a stream is settled once, as
+every request: at its end, or with an error. A request with a future gets the list of all chunks.
+"""
+
+import asyncio
+from asyncio import AbstractEventLoop, Future
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from fast_batcher._core.values import Batch, Failure, Request
+from fast_batcher.errors import BatcherError
+
+ChunkT = TypeVar("ChunkT")
+
+# Chunks that may wait for a reader before its stream pauses. A stream that pauses keeps its place
+# in the worker, so most streams should never do it: a whole answer would take this memory, too.
+MOST_BUFFERED = 1024
+
+
+class ChunkQueue:
+    """The chunks of one stream that have come and are not read, and its outcome."""
+
+    def __init__(self, loop: AbstractEventLoop, most: int = MOST_BUFFERED) -> None:
+        self._loop = loop
+        self._most = most
+        self.chunks: deque[Any] = deque()
+        # Set once no further chunk comes; the error is raised behind the chunks.
+        self.is_over = False
+        self.error: BaseException | None = None
+        # The future of the reader, while it waits.
+        self._waiter: Future[None] | None = None
+        # Called for each chunk that is read while the stream is paused, with True to resume it;
+        # None unless it is paused.
+        self._on_read: Callable[[bool], None] | None = None
+
+    # The session's side.
+
+    def put(self, chunk: Any) -> bool:
+        """Add a chunk; return whether the stream is to pause."""
+        self.chunks.append(chunk)
+        if self._waiter is not None:
+            self._wake()
+        return len(self.chunks) >= self._most and self._on_read is None
+
+    def pause(self, on_read: Callable[[bool], None]) -> None:
+        """Note that the stream is paused until half of the chunks were read."""
+        self._on_read = on_read
+
+    def set_result(self, _: object) -> None:
+        """End the stream."""
+        self._end()
+
+    def set_exception(self, error: BaseException) -> None:
+        """End the stream with an error."""
+        self._end()
+        self.error = error
+
+    def _end(self) -> None:
+        if self.is_over:
+            raise asyncio.InvalidStateError("the caller has gone")
+        self.is_over = True
+        if self._waiter is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # The reader's side.
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the stream waits for its reader."""
+        return self._on_read is not None
+
+    def wait(self) -> Future[None]:
+        """Return a future for the next chunk, or the end."""
+        self._waiter = Future(loop=self._loop)
+        return self._waiter
+
+    def take(self) -> Any:
+        """Remove and return the next chunk."""
+        chunk = self.chunks.popleft()
+        on_read = self._on_read
+        if on_read is not None:
+            resumes = len(self.chunks) <= self._most // 2
+            if resumes:
+                self._on_read = None
+            on_read(resumes)
+        return chunk
+
+    def leave(self) -> None:
+        """Drop what is not read."""
+        self.chunks.clear()
+        self.is_over, self.error = True, None
+
+
+class Stream(Generic[ChunkT]):
+    """The chunks of one request, as an async iterator for one reader.
+
+    Chunks come as the model computes them; a reader that is slower finds them waiting. When the
+    iteration ends or is cancelled, or the stream is closed or dropped, the request leaves the
+    model's next step. Also an async context manager, which closes it.
+    """
+
+    def __init__(
+        self, request: Request, queue: ChunkQueue, abandon: Callable[[Request], None], call: Any
+    ) -> None:
+        self._request = request
+        self._queue = queue
+        self._abandon = abandon
+        # Calls a function on the loop's thread, from any.
+        self._call = call
+
+    async def wait_first(self) -> None:
+        """Wait for the first chunk; raise the error of a stream that has none."""
+        queue = self._queue
+        if not (queue.chunks or queue.is_over):
+            try:
+                await queue.wait()
+            except BaseException:  # cancelled
+                self._leave()
+                raise
+        if queue.error is not None and not queue.chunks:
+            self._raise()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ChunkT:
+        """Return the next chunk.
+
+        Raises:
+            DeadlineExceededError: No chunk came for `timeout` seconds.
+            SlowReaderError: The stream was paused, and was not read for `timeout` seconds.
+            WorkerLostError: The worker died; a stream is not begun again.
+            InferenceError: The model raised, or its chunk cannot be sent.
+            BatcherClosedError: The batcher was closed.
+        """
+        queue = self._queue
+        if not (queue.chunks or queue.is_over):
+            try:
+                await queue.wait()
+            except BaseException:  # cancelled
+                self._leave()
+                raise
+        if queue.chunks:
+            chunk: ChunkT = queue.take()
+            return chunk
+        if queue.error is not None:
+            self._raise()
+        raise StopAsyncIteration
+
+    def _raise(self) -> None:
+        error, self._queue.error = self._queue.error, None
+        try:
+            assert error is not None, "the caller has looked"
+            raise error
+        finally:
+            del error  # it holds this frame
+
+    def _leave(self) -> None:
+        self._queue.leave()
+        if not self._request.is_settled:
+            self._abandon(self._request)
+
+    async def aclose(self) -> None:
+        """Let the request leave, if it has not ended; may be called again."""
+        self._leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def __del__(self) -> None:
+        # The app has dropped it, as Starlette does when a client disconnects; on any thread.
+        if not self._request.is_settled:
+            self._call(self._abandon, self._request)
+
+
+class Step(NamedTuple):
+    """The frame before the chunks of a step."""
+
+    # Batch ids of the streams that have a chunk, in the order of the chunks.
+    heard: list[int]
+    # Batch ids of the streams that have ended.
+    ended: list[int]
+    # The kind of answer that the chunks come in.
+    kind: int
+
+
+def give_chunks(
+    streams: list[Batch], outcomes: list[Any], deadline_of: Callable[[Request], float]
+) -> tuple[list[tuple[Request, BatcherError]], list[Batch]]:
+    """Give the requests of a step their chunks.
+
+    Returns:
+        The requests that have failed instead, and the streams that are to pause.
+    """
+    failed: list[tuple[Request, BatcherError]] = []
+    full: list[Batch] = []
+    for batch, outcome in zip(streams, outcomes, strict=True):
+        request = batch.requests[0]
+        if request.is_settled:
+            continue
+        queue = request.caller
+        if outcome.__class__ is Failure:
+            failed.append((request, outcome.error))
+        elif queue.__class__ is ChunkQueue:
+            request.has_chunks = True
+            # The batch keeps its earlier deadline, at which the scheduler looks at the request's.
+            request.deadline = deadline_of(request)
+            if queue.put(outcome):
+                full.append(batch)
+        elif batch.chunks is None:
+            batch.chunks = [outcome]
+        else:
+            batch.chunks.append(outcome)
+    return failed, full

@@ -1,0 +1,430 @@
+"""Streams of a `SteppedModel`, with real workers: chunks, ends, faults, slow readers."""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from models.ordinary import Slow
+from models.stepped import Counter, Fixed, Plan, Refused
+from waits import LIMIT, assert_balance, both_loops, one_loop, until
+
+from fast_batcher import (
+    BatcherClosedError,
+    BatcherError,
+    ConfigurationError,
+    DeadlineExceededError,
+    Done,
+    DynBatcher,
+    InferenceError,
+    PoisonRequestError,
+    QueueFullError,
+    SlowReaderError,
+    SteppedModel,
+    WorkerLostError,
+)
+from fast_batcher.caching import LRUCache
+from fast_batcher.testing import BatcherKit, WorkerKind
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+every_worker = pytest.mark.parametrize("workers", ["threads", "processes"])
+
+# Longer than any test.
+ENDLESS = 10**9
+
+
+async def read(batcher: DynBatcher[Plan, list[Any]], plan: Plan, **options: Any) -> list[Any]:
+    """Return the chunks of a stream, and behind them its error."""
+    chunks: list[Any] = []
+    try:
+        async for chunk in await batcher.stream(plan, **options):
+            chunks += [chunk]
+    except BatcherError as error:
+        chunks += [error]
+    return chunks
+
+
+def whole(plan: Plan) -> list[str]:
+    return [f"{plan.name}:{count}" for count in range(1, plan.length + 1)]
+
+
+async def live(batcher: DynBatcher[Plan, list[Any]]) -> int:
+    """Return the number of streams in the worker, besides the one that asks."""
+    (balance,) = await batcher.process_batched(Plan("balance", 1))
+    return int(balance) - 1
+
+
+@both_loops
+@every_worker
+async def test_streams_join_and_leave_between_steps(workers: Any) -> None:
+    plans = [Plan(f"p{number}", 1 + number % 9) for number in range(40)]
+    async with DynBatcher(Counter, workers=workers, max_batch_size=4) as batcher:
+        assert await asyncio.gather(*[read(batcher, plan) for plan in plans]) == [
+            *map(whole, plans)
+        ]
+        stats = assert_balance(batcher)
+    assert stats.completed == len(plans)
+    assert max(stats.batch_sizes) == 4
+
+
+@one_loop
+@every_worker
+async def test_a_call_for_whole_answers_gets_all_chunks(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers) as batcher:
+        assert await batcher.process_batched(Plan("a", 3)) == ["a:1", "a:2", "a:3"]
+        assert await batcher.process_many([Plan("b", 1), Plan("c", 2)]) == [["b:1"], ["c:1", "c:2"]]
+
+
+@one_loop
+@every_worker
+async def test_none_is_no_chunk_and_done_alone_is_an_end(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers) as batcher:
+        assert await read(batcher, Plan("n", 3, 2, "none")) == ["n:1", "n:3"]
+        assert await read(batcher, Plan("e", 9, 2, "end")) == ["e:1"]
+        assert await read(batcher, Plan("e", 9, 1, "end")) == []
+
+
+@one_loop
+@pytest.mark.parametrize(("what", "at"), [("join", 0), ("fail", 3), ("lambda", 3)])
+async def test_a_faulty_stream_fails_alone(what: str, at: int) -> None:
+    plans = [Plan(f"p{number}", 6) for number in range(3)]
+    async with DynBatcher(Counter) as batcher:
+        *others, faulty = await asyncio.gather(
+            *[read(batcher, plan) for plan in [*plans, Plan("f", 6, at, what)]]
+        )
+        assert others == [*map(whole, plans)]
+        assert faulty[:-1] == [f"f:{count}" for count in range(1, at)]
+        assert isinstance(faulty[-1], InferenceError)
+        assert isinstance(faulty[-1], Refused) or what == "lambda"
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_worker
+async def test_a_step_that_raises_ends_the_streams_of_that_step(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers) as batcher:
+        outcomes = await asyncio.gather(
+            read(batcher, Plan("r", 9, 3, "raise")), read(batcher, Plan("p", 9))
+        )
+        assert all(isinstance(chunks[-1], Refused) for chunks in outcomes)
+        assert await live(batcher) == 0
+        assert await read(batcher, Plan("p", 2)) == ["p:1", "p:2"]
+
+
+@one_loop
+@every_worker
+@pytest.mark.parametrize("way", ["close", "drop", "cancel", "with"])
+async def test_a_caller_that_goes_leaves_the_next_step(way: str, workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS))
+        assert await anext(stream) == "long:1"
+        if way == "close":
+            await stream.aclose()
+        elif way == "cancel":
+            task = asyncio.ensure_future(_exhaust(stream))
+            await until(lambda: batcher.stats.batches > 5)
+            task.cancel()
+            await asyncio.wait([task])
+        elif way == "with":
+            async with stream:
+                pass
+        else:
+            del stream
+            gc.collect()
+        await until(lambda: batcher.stats.cancelled == 1)
+        assert await live(batcher) == 0
+
+
+async def _exhaust(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+@one_loop
+@every_worker
+async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers, timeout=LIMIT, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("long", 3000))
+        await until(lambda: stream._queue.is_paused)
+        # Others are not hindered.
+        assert await read(batcher, Plan("p", 3)) == ["p:1", "p:2", "p:3"]
+        assert len(stream._queue.chunks) < 2000
+        assert [chunk async for chunk in stream] == whole(Plan("long", 3000))
+
+
+@one_loop
+@every_worker
+async def test_a_stream_that_is_not_read_fails(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS), timeout=2.0)
+        await until(lambda: batcher.stats.expired == 1)
+        assert await live(batcher) == 0
+        with pytest.raises(SlowReaderError):
+            await _exhaust(stream)
+
+
+@one_loop
+@every_worker
+async def test_the_timeout_is_that_of_the_next_chunk(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers, model_args=(0.05,)) as batcher:
+        assert len(await read(batcher, Plan("p", 60), timeout=2.0)) == 60
+    async with DynBatcher(Counter, workers=workers, model_args=(1.0,)) as batcher:
+        with pytest.raises(DeadlineExceededError):
+            await batcher.stream(Plan("p", 9), timeout=0.5)
+
+
+@one_loop
+async def test_after_a_death_streams_without_chunks_begin_again_and_others_fail() -> None:
+    async with DynBatcher(Counter, max_batch_size=2, model_args=(0.01,)) as batcher:
+        outcomes = await asyncio.gather(
+            read(batcher, Plan("k", 9, 3, "kill")),
+            *[read(batcher, Plan(f"p{number}", 5)) for number in range(5)],
+            batcher.process_batched(Plan("w", 5)),
+        )
+        assert outcomes[0][:2] == ["k:1", "k:2"]
+        assert isinstance(outcomes[0][2], WorkerLostError)
+        assert isinstance(outcomes[1][-1], WorkerLostError)
+        assert outcomes[2:] == [
+            *[whole(Plan(f"p{n}", 5)) for n in range(1, 5)],
+            whole(Plan("w", 5)),
+        ]
+
+
+@one_loop
+async def test_a_poisonous_request_fails_alone_if_others_have_no_chunk() -> None:
+    async with DynBatcher(Counter, max_batch_size=8) as batcher:
+        outcomes = await asyncio.gather(
+            *[batcher.process_batched(Plan(f"p{number}", 50)) for number in range(5)],
+            batcher.process_batched(Plan("k", 9, 0, "kill")),
+            return_exceptions=True,
+        )
+    assert outcomes[:-1] == [whole(Plan(f"p{number}", 50)) for number in range(5)]
+    assert isinstance(outcomes[-1], PoisonRequestError)
+
+
+@one_loop
+@every_worker
+async def test_draining_and_reloading_finish_streams(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers, model_args=(0.002,)) as batcher:
+        stream = await batcher.stream(Plan("p", 200))
+        await batcher.reload()
+        assert await read(batcher, Plan("q", 2)) == ["q:1", "q:2"]
+        other = await batcher.stream(Plan("r", 100))
+        batcher.begin_drain()
+        with pytest.raises(BatcherClosedError):
+            await batcher.stream(Plan("s", 1))
+        closing = asyncio.create_task(batcher.aclose())
+        assert [chunk async for chunk in stream] == whole(Plan("p", 200))
+        assert [chunk async for chunk in other] == whole(Plan("r", 100))
+        await closing
+
+
+@one_loop
+async def test_errors_before_the_first_chunk_come_from_the_call() -> None:
+    async with DynBatcher(Counter, max_batch_size=1, max_queue_size=1) as batcher:
+        streams = [await batcher.stream(Plan("long", ENDLESS))]
+        tasks = [asyncio.create_task(batcher.stream(Plan("p", 1))) for _ in range(3)]
+        for task in tasks[1:]:  # all came in one turn, before any could be sent
+            with pytest.raises(QueueFullError):
+                await task
+        await streams[0].aclose()
+        assert [chunk async for chunk in await tasks[0]] == ["p:1"]
+    with pytest.raises(ConfigurationError, match="SteppedModel"):
+        await DynBatcher(Slow).stream(1)
+    with pytest.raises(ConfigurationError, match="max_latency"):
+        DynBatcher(Counter, max_latency=1.0)
+
+
+@one_loop
+@every_worker
+async def test_a_fixed_batch_is_streamed_by_the_same_loop(workers: Any) -> None:
+    async with DynBatcher(Fixed, workers=workers, max_batch_size=4) as batcher:
+        plans = [Plan(f"p{number}", 1 + number) for number in range(9)]
+        for plan, chunks in zip(
+            plans, await asyncio.gather(*[read(batcher, plan) for plan in plans]), strict=True
+        ):
+            assert [chunk.partition(" ")[0] for chunk in chunks] == whole(plan)
+            assert len({chunk.partition(" ")[2] for chunk in chunks}) == 1
+
+
+class Rows(SteppedModel[Any, Any]):
+    """Gives each stream its input, then two rows of an array that it fills again."""
+
+    def __init__(self) -> None:
+        self._rows = np.zeros((8, 2))
+
+    def join(self, inputs: list[Any]) -> list[Any]:
+        return [[value, 0] for value in inputs]
+
+    def step(self, states: list[Any]) -> Any:
+        for state in states:
+            state[1] += 1
+        if states[0][1] == 1:
+            return [value for value, _ in states]
+        if states[0][1] > 3:
+            return [Done() for _ in states]
+        self._rows[: len(states)] += 1
+        return self._rows[: len(states)]
+
+
+@one_loop
+@pytest.mark.parametrize("kind", [None, "threads", "processes"])
+async def test_a_thread_passes_values_as_they_are(kind: WorkerKind | None) -> None:
+    value = threading.Lock()  # which no process could get
+    with nullcontext() if kind is None else BatcherKit(kind):
+        async with DynBatcher(Rows, workers="threads") as batcher:
+            found, *rows = [chunk async for chunk in await batcher.stream(value)]
+            assert found is value
+            assert [row.tolist() for row in rows] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+@one_loop
+async def test_the_kit_pickles_chunks_where_processes_do() -> None:
+    with BatcherKit("threads"):
+        async with DynBatcher(Counter) as batcher:
+            chunks = await read(batcher, Plan("f", 6, 3, "lambda"))
+            assert chunks[:2] == ["f:1", "f:2"]
+            assert isinstance(chunks[-1], InferenceError)
+
+
+@one_loop
+async def test_the_kit_without_timeouts_has_none_between_chunks() -> None:
+    with BatcherKit("threads", timeouts=False):
+        async with DynBatcher(Counter, model_args=(0.2,)) as batcher:
+            assert await read(batcher, Plan("p", 3), timeout=0.01) == whole(Plan("p", 3))
+
+
+@one_loop
+@every_worker
+async def test_a_thread_that_is_no_event_loops_gets_whole_answers(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers) as batcher:
+        assert await asyncio.wrap_future(batcher.submit(Plan("p", 3))) == whole(Plan("p", 3))
+
+
+@one_loop
+async def test_a_step_of_a_thread_that_takes_too_long_ends_its_streams() -> None:
+    options: dict[str, Any] = {"model_args": (1.0,), "infer_timeout": 0.2, "timeout": LIMIT}
+    async with DynBatcher(Counter, workers="threads", **options) as batcher:
+        threads = [one for one in threading.enumerate() if "worker-Counter" in one.name]
+        (error,) = await read(batcher, Plan("p", 2))
+        assert isinstance(error, DeadlineExceededError)
+        await until(lambda: batcher.stats.restarts == 1)
+        for one in threads:  # the late step runs on, and is the last one
+            await asyncio.to_thread(one.join)
+
+
+@every_worker
+def test_streams_end_with_their_event_loop(workers: Any) -> None:
+    """The next loop has a session of its own; a stream of the first is not of it."""
+    batcher = DynBatcher(Counter, workers=workers, model_args=(0.001,))
+    streams: list[Any] = []
+
+    async def begin() -> None:
+        streams.append(await batcher.stream(Plan("long", ENDLESS)))
+
+    async def go_on() -> None:
+        assert await read(batcher, Plan("p", 2)) == ["p:1", "p:2"]
+        assert await live(batcher) == 0
+
+    asyncio.run(begin())
+    asyncio.run(go_on())
+    streams.clear()
+    gc.collect()
+    batcher.stop()
+    assert_balance(batcher)
+
+
+@pytest.mark.parametrize("option", [{"cache": LRUCache(9)}, {"shared": True}, {"group_by": len}])
+def test_options_that_mean_nothing_for_streams_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="SteppedModel"):
+        DynBatcher(Counter, **option)
+
+
+async def act(batcher: DynBatcher[Plan, list[Any]], rng: random.Random, name: str) -> None:
+    """Do what one caller may do, and check what it gets."""
+    length = min(1 + int(rng.expovariate(0.2)), 40)
+    fault = rng.choices(["", "fail", "lambda", "join", "end"], [20, 1, 1, 1, 1])[0]
+    at = 0 if fault == "join" else rng.randint(1, length)
+    plan = Plan(name, length, at, fault)
+    expected = whole(plan)[: at - 1] if fault and at else [] if fault else whole(plan)
+    what = rng.choices(["read", "whole", "leave", "cancel", "slow"], [6, 2, 2, 2, 1])[0]
+    if what == "whole":
+        try:
+            assert await batcher.process_batched(plan) == expected
+        except InferenceError:
+            assert fault not in ("", "end")
+        return
+    got: list[Any] = []
+    task = asyncio.create_task(_collect(batcher, plan, got, rng.random() < 0.5 and what == "slow"))
+    if what in ("leave", "cancel"):
+        for _ in range(rng.randint(0, 30)):
+            await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.wait([task])
+    error = None if task.cancelled() else task.exception()
+    assert got == expected[: len(got)], (plan, got)
+    if task.cancelled():
+        return
+    assert got == expected
+    assert isinstance(error, InferenceError) if fault not in ("", "end") else error is None
+
+
+async def _collect(batcher: Any, plan: Plan, got: list[Any], is_slow: bool) -> None:
+    async with await batcher.stream(plan) as stream:
+        async for chunk in stream:
+            got.append(chunk)
+            if is_slow:
+                await asyncio.sleep(0.001)
+
+
+@one_loop
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+async def test_random_schedules(kind: Any) -> None:
+    """In each of many schedules every stream gets exactly its chunks, in order, or its error."""
+    rounds = int(os.environ.get("STREAM_ROUNDS", "50"))
+    with BatcherKit(kind) as kit:
+        async with DynBatcher(Counter, max_batch_size=6) as batcher:
+            for seed in range(rounds):
+                rng = random.Random(seed)
+                callers = [
+                    act(batcher, rng, f"s{seed}.{number}") for number in range(rng.randint(1, 25))
+                ]
+                await asyncio.gather(*callers)
+                kit.reset()
+            await until(lambda: batcher.stats.running == 0)
+            assert await live(batcher) == 0
+            assert_balance(batcher)
+
+
+@one_loop
+async def test_random_deaths() -> None:
+    """Each stream gets its chunks in order, and then its end or a typed error."""
+    rounds = int(os.environ.get("STREAM_ROUNDS", "50")) // 10
+    rng = random.Random(1)
+    options: dict[str, Any] = {"max_restarts": 10**6, "model_args": (0.0005,), "num_workers": 2}
+    async with DynBatcher(Counter, max_batch_size=6, **options) as batcher:
+        for _ in range(rounds):
+            plans = [Plan(f"p{number}", rng.randint(1, 60)) for number in range(30)]
+            calls = [asyncio.create_task(read(batcher, plan)) for plan in plans]
+            whole_call = asyncio.create_task(batcher.process_batched(Plan("w", 60)))
+            await asyncio.sleep(rng.random() * 0.05)
+            workers = batcher._session.pool.workers.values()  # type: ignore[union-attr]
+            pids = [worker.pid for worker in workers if worker.is_serving]
+            if pids:
+                os.kill(rng.choice(pids), signal.SIGKILL)
+            for plan, chunks in zip(plans, await asyncio.gather(*calls), strict=True):
+                if chunks and isinstance(chunks[-1], BatcherError):
+                    assert isinstance(chunks[-1], WorkerLostError), chunks[-1]
+                    assert len(chunks) > 1, "before the first chunk it begins again"
+                    assert chunks[:-1] == whole(plan)[: len(chunks) - 1]
+                else:
+                    assert chunks == whole(plan)
+            assert await whole_call == whole(Plan("w", 60))
+        assert_balance(batcher)

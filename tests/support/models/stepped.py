@@ -1,0 +1,83 @@
+"""Models that answer in steps."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fast_batcher import Done, SteppedModel, StreamedModel
+
+
+class Plan(NamedTuple):
+    """What a `Counter` does for one request."""
+
+    name: str
+    # Number of chunks.
+    length: int
+    # The step at which something happens, the first is 1; and what.
+    at: int = 0
+    what: str = ""
+
+
+class Refused(Exception):
+    """A plan's error."""
+
+
+class Counter(SteppedModel[Plan, Any]):
+    """Counts the steps of each plan: the chunks are "name:1", "name:2" and so on.
+
+    A plan may refuse to join ("join"); fail alone ("fail") or with all others ("raise"); give an
+    unpicklable ("lambda") or no chunk ("none"); kill the worker ("kill"); or end without a last
+    chunk ("end").
+    """
+
+    def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
+        self._base, self._each = base, each
+        # Streams that have joined, and those that have left.
+        self.joined = self.left = 0
+
+    def join(self, inputs: list[Plan]) -> list[Any]:
+        if any(plan.what == "join" for plan in inputs):
+            raise Refused("not this one")
+        if any(plan.what == "kill" and not plan.at for plan in inputs):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.joined += len(inputs)
+        return [[plan, 0] for plan in inputs]
+
+    def step(self, states: list[Any]) -> list[Any]:
+        if self._base or self._each:
+            time.sleep(self._base + self._each * len(states))
+        return [self._count(state) for state in states]
+
+    def _count(self, state: Any) -> Any:
+        state[1] += 1
+        plan, count = state
+        if plan.name == "balance":
+            return Done(self.joined - self.left)
+        chunk: Any = f"{plan.name}:{count}"
+        if count == plan.at:
+            if plan.what == "fail":
+                return Refused(plan.name)
+            if plan.what == "raise":
+                raise Refused(plan.name)
+            if plan.what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if plan.what == "end":
+                return Done()
+            chunk = {"lambda": lambda: None, "none": None}.get(plan.what, chunk)
+        return Done(chunk) if count >= plan.length else chunk
+
+    def leave(self, states: list[Any]) -> None:
+        self.left += len(states)
+
+
+class Fixed(StreamedModel[Plan, str]):
+    """The same for a batch that stays as it is; the chunk also tells the size of the batch."""
+
+    def infer_stream(self, inputs: list[Plan]) -> Iterator[list[Any]]:
+        for count in range(1, max(plan.length for plan in inputs) + 1):
+            yield [
+                (Done if count == plan.length else str)(f"{plan.name}:{count} of {len(inputs)}")
+                for plan in inputs
+            ]

@@ -1,0 +1,201 @@
+"""The scheduler with streams: batches of one request, of which a worker has many at a time."""
+
+import random
+from typing import Any
+
+import pytest
+
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.scheduler import MOST_DEATHS, Scheduler
+from fast_batcher._core.values import Dispatch, Expire, Limits, Request, Skip, most_streams
+
+PLACES = 4
+
+
+def make_scheduler(*, timeout: float | None = None) -> Scheduler:
+    return Scheduler(
+        make_policy("greedy", None),
+        Limits(
+            max_batch_size=1,
+            max_queue_size=1000,
+            timeout=timeout,
+            batches_per_worker=most_streams(PLACES),
+            is_stepped=True,
+        ),
+    )
+
+
+def submit(scheduler: Scheduler, count: int, now: float = 0.0) -> list[Request]:
+    requests = [Request(number, None) for number in range(count)]
+    assert scheduler.submit(now, requests) == []
+    return requests
+
+
+def dispatched(scheduler: Scheduler, now: float = 0.0) -> list[Any]:
+    return [action.batch for action in scheduler.poll(now)[0] if isinstance(action, Dispatch)]
+
+
+def test_a_worker_gets_a_stream_for_each_place_and_few_ahead() -> None:
+    scheduler = make_scheduler()
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, 10)
+    batches = dispatched(scheduler)
+    assert [len(batch.requests) for batch in batches] == [1] * most_streams(PLACES)
+    assert scheduler.batch_done(1.0, 1, batches[2].id) is batches[2]
+    assert [batch.requests[0].value for batch in dispatched(scheduler, 1.0)] == [5]
+
+
+def test_the_worker_with_the_fewest_streams_gets_the_next() -> None:
+    scheduler = make_scheduler()
+    for worker in (1, 2):
+        scheduler.worker_ready(0.0, worker)
+    submit(scheduler, 6)
+    assert sorted(batch.worker for batch in dispatched(scheduler)) == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_stream_whose_caller_has_gone_is_to_leave_and_keeps_its_place_until_it_has() -> None:
+    scheduler = make_scheduler()
+    scheduler.worker_ready(0.0, 1)
+    first, *_ = submit(scheduler, 6)
+    batch, *_ = dispatched(scheduler)
+    assert scheduler.cancel(first)
+    assert scheduler.poll(1.0)[0] == [Skip(batch)]
+    assert scheduler.batch_done(1.0, 1, batch.id, has_raised=True) is batch
+    assert len(dispatched(scheduler, 1.0)) == 1
+
+
+def test_a_renewed_deadline_counts() -> None:
+    scheduler = make_scheduler(timeout=10.0)
+    scheduler.worker_ready(0.0, 1)
+    (request,) = submit(scheduler, 1)
+    (batch,) = dispatched(scheduler)
+    scheduler.workers.note_step(5.0, 1, [batch])
+    request.deadline = 15.0
+    actions, wake_at = scheduler.poll(10.0)
+    assert (actions, wake_at) == ([], 15.0)
+    scheduler.workers.note_step(14.0, 1, [])
+    actions, _ = scheduler.poll(15.0)
+    assert [type(action) for action in actions] == [Expire, Skip]
+    assert batch.open_count == 0
+
+
+def test_a_target_keeps_no_stream_from_a_busy_worker() -> None:
+    scheduler = make_scheduler()
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, 1)
+    assert len(dispatched(scheduler)) == 1
+    assert scheduler.submit(0.0, [Request("named", None, 5.0)]) == []
+    assert len(dispatched(scheduler)) == 1
+
+
+def test_after_a_death_streams_with_chunks_fail_and_others_begin_one_by_one() -> None:
+    scheduler = make_scheduler()
+    scheduler.worker_ready(0.0, 1)
+    requests = submit(scheduler, 4)
+    batches = dispatched(scheduler)
+    requests[0].has_chunks = True
+    failed, poisonous = scheduler.worker_lost(1, taken=batches[3].id, begun=batches[2].id)
+    assert (failed, poisonous) == ([requests[0]], [])
+    scheduler.worker_ready(1.0, 2)
+    (trial,) = dispatched(scheduler, 1.0)
+    assert trial.requests == [requests[1]]
+    scheduler.workers.note_step(2.0, 2, [trial])
+    # The next suspect, and no further one.
+    (second,) = dispatched(scheduler, 2.0)
+    assert second.requests == [requests[2]]
+    # It kills again: it alone is guilty of two deaths.
+    failed, poisonous = scheduler.worker_lost(2, taken=second.id, begun=second.id)
+    assert (failed, poisonous) == ([], [requests[2]])
+    assert requests[2].deaths == MOST_DEATHS
+    scheduler.worker_ready(3.0, 3)
+    # The first of these has stepped before the second death, and the other had not begun.
+    assert [batch.requests[0] for batch in dispatched(scheduler, 3.0)] == [requests[1]]
+
+
+class Driver:
+    """Workers that do what the scheduler wants, and random events."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.scheduler = make_scheduler(timeout=self.rng.choice([None, 30.0]))
+        self.now = 0.0
+        self.requests: list[Request] = []
+        self.ended: list[Request] = []
+        # The streams of each worker.
+        self.workers: dict[int, list[Any]] = {}
+        self.started = 0
+
+    def arrive(self) -> None:
+        count = len(self.requests)
+        new = [Request(count + number, None) for number in range(self.rng.randint(1, 4))]
+        self.requests += new
+        assert self.scheduler.submit(self.now, new) == []
+
+    def start(self) -> None:
+        if len(self.workers) < 3:
+            self.started += 1
+            self.scheduler.worker_ready(self.now, self.started)
+            self.workers[self.started] = []
+
+    def die(self) -> None:
+        if self.workers:
+            worker, batches = self.workers.popitem()
+            taken = self.rng.choice([None, *[batch.id for batch in batches]])
+            begun = self.rng.choice([None, taken])
+            failed, poisonous = self.scheduler.worker_lost(worker, taken, begun)
+            assert all(request.has_chunks for request in failed)
+            self.ended += failed + poisonous
+
+    def leave(self) -> None:
+        if self.requests:
+            request = self.rng.choice(self.requests)
+            if self.scheduler.cancel(request):
+                self.ended.append(request)
+
+    def step(self) -> None:
+        """Let a worker send chunks of the streams that have places, and end some."""
+        if not self.workers:
+            return
+        worker = self.rng.choice([*self.workers])
+        steps = self.workers[worker][:PLACES]
+        self.scheduler.workers.note_step(self.now, worker, steps)
+        for batch in steps:
+            request = batch.requests[0]
+            if not request.is_settled:
+                request.has_chunks = True
+                request.deadline = self.now + 30.0
+                if self.rng.random() < 0.2:
+                    self.finish(batch)
+                    request.is_settled = True
+                    self.ended.append(request)
+
+    def finish(self, batch: Any) -> None:
+        assert self.scheduler.batch_done(self.now, batch.worker, batch.id) == batch
+        self.workers[batch.worker].remove(batch)
+
+    def poll(self) -> None:
+        for action in self.scheduler.poll(self.now)[0]:
+            if isinstance(action, Dispatch):
+                streams = self.workers[action.batch.worker]
+                streams.append(action.batch)
+                assert len(streams) <= most_streams(PLACES)
+                assert len(action.batch.requests) == 1
+                assert sum(stream.is_on_trial for stream in streams) <= 1
+            elif isinstance(action, Expire):
+                self.ended.append(action.request)
+            elif isinstance(action, Skip):
+                self.finish(action.batch)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_events_lose_no_stream_and_fill_no_worker(seed: int) -> None:
+    """Every accepted request ends exactly once, and a worker never has too many streams."""
+    driver = Driver(seed)
+    events = [driver.arrive, driver.start, driver.die, driver.leave, driver.step]
+    for _ in range(200):
+        driver.now += driver.rng.random()
+        driver.rng.choices(events, [35, 10, 5, 10, 40])[0]()
+        driver.poll()
+    driver.ended += driver.scheduler.close()
+    assert sorted(map(id, driver.ended)) == sorted(map(id, driver.requests))
+    assert all(request.is_settled for request in driver.requests)
