@@ -299,7 +299,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             set_options(request, timeout, priority)
         calls.accept(request)
         try:
-            return await calls.answer(request)  # type: ignore[no-any-return]
+            return await future
         except BaseException:
             if not request.is_settled:
                 calls.abandon(request)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from fast_batcher._core.queue import BatchPacker, WorkAhead
 from fast_batcher._core.service_model import ScalarModel, ServiceModel, Shape
-from fast_batcher._core.values import Batch, Group, Request
+from fast_batcher._core.values import Batch, Group, Release, Request
 from fast_batcher._core.workers import WorkerSlot
 
 # Full batches that must succeed before a larger one is tried. A failed try costs its requests one
@@ -127,7 +127,7 @@ class Methods:
     def ran_out(self, batch: Batch) -> None:
         """Make batches smaller, because the model ran out of memory with this one."""
         cap = self.of(batch.requests[0].group).size_cap
-        cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
+        cap.ran_out(len(batch.requests), is_retry=batch.release is Release.RETRY)
 
 
 # A prediction is the estimate of the service model times this factor. Under overload every accepted

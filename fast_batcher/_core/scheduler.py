@@ -637,7 +637,8 @@ class Scheduler:
         if batch is None:
             return None
         slot = self.workers.slots[worker]
-        seconds = now - slot.started_at if slot.has_answered and not batch.is_retry else None
+        is_usual = slot.has_answered and batch.release is not _RETRY
+        seconds = now - slot.started_at if is_usual else None
         batch.began_at = slot.started_at
         self.workers.take_back(now, batch)
         if not (has_raised or self._is_stepped):

@@ -15,7 +15,7 @@ From any phase it can be *settled*: the caller has its outcome, or has gone. Tha
 a batch until that part of the scheduler reaches it, and is skipped there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import inf
@@ -263,6 +263,18 @@ def settle_open(requests: Iterable[Request]) -> list[Request]:
     return [request for request in requests if settle(request)]
 
 
+def claim(requests: Sequence[Request]) -> list[bool]:
+    """Settle the requests of an answered batch; return which of them were not settled yet.
+
+    A loop of its own, because each request passes here, and a call of `settle` costs 0.04 us.
+    """
+    are_open = []
+    for request in requests:
+        are_open.append(not request.is_settled)
+        request.is_settled = True
+    return are_open
+
+
 class Release(StrEnum):
     """Reason for dispatching a batch at this moment."""
 
@@ -306,11 +318,6 @@ class Batch:
     has_stepped: bool = False
     # The chunks of a stream whose caller waits for all of them. The shell sets it.
     chunks: list[Any] | None = None
-
-    @property
-    def is_retry(self) -> bool:
-        """Whether the requests of this batch were sent to a worker before."""
-        return self.release is Release.RETRY
 
     @property
     def is_on_trial(self) -> bool:

@@ -46,7 +46,7 @@ from fast_batcher._core.values import (
     Failure,
     Limits,
     Request,
-    settle,
+    claim,
     settle_open,
 )
 from fast_batcher._local.function import (
@@ -516,7 +516,7 @@ class FunctionSession:
                 )
                 # If all callers have left, the ledger notes the error.
                 requests = failed if batch.open_count else requests
-            are_ours = [*map(settle, requests)]
+            are_ours = claim(requests)
             actions = self._scheduler.poll(now)[0]
         # The worker computes its next batch while the callers of this one get their outcomes.
         self._carry_out(actions)

@@ -432,29 +432,35 @@ def read_outcomes(
     frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
 ) -> list[Any]:
     """Read the outcomes of a batch, by position."""
-    outcomes: list[Any]
     if frame.kind == Kind.OUTPUT_ATOMS:
-        outcomes = loads(frame.body)
-    elif frame.kind == Kind.OUTPUT_VALUES:
-        outcomes = [
+        outcomes: list[Any] = loads(frame.body)
+    else:
+        outcomes = _read_apart(frame, earlier, count, reader)
+    if len(outcomes) != count:
+        raise _wrong_count(len(outcomes), count)
+    return outcomes
+
+
+def _read_apart(
+    frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
+) -> list[Any]:
+    """Read the outcomes of a batch one by one."""
+    if frame.kind == Kind.OUTPUT_VALUES:
+        return [
             reader.read_error(value) if type(value) is SerializedError else value
             for value in frame.body
         ]
-    elif frame.kind == Kind.OUTPUTS:
-        outcomes = [
+    if frame.kind == Kind.OUTPUTS:
+        return [
             reader.read_item(item)
             if isinstance(item, bytes)
             else reader.read_error(_read_error(item))
             for item in (earlier or []) + loads(frame.body)
         ]
-    elif frame.kind in FAILURE_KINDS:
+    if frame.kind in FAILURE_KINDS:
         error = SerializedError(*loads(frame.body))
-        outcomes = [reader.read_error(error) for _ in range(count)]
-    else:
-        raise TransportError(f"a worker answered with {KIND_NAMES[frame.kind]}")
-    if len(outcomes) != count:
-        raise _wrong_count(len(outcomes), count)
-    return outcomes
+        return [reader.read_error(error) for _ in range(count)]
+    raise TransportError(f"a worker answered with {KIND_NAMES[frame.kind]}")
 
 
 class SharedOutcomes(NamedTuple):

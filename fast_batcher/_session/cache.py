@@ -13,14 +13,14 @@ import asyncio
 import copy
 from collections.abc import Awaitable
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import isawaitable
 from math import inf
 from typing import Any, Final
 
 from fast_batcher._arrays.joining import is_much
-from fast_batcher._core.values import Request
+from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import CurrentModel
@@ -59,8 +59,8 @@ class _Flight:
     key: Any
     # The reloads that had begun before it, None if one was running.
     reloads: int | None
-    # The order is that of arrival.
-    calls: dict[Request, None]
+    # The calls in order of arrival, each with the timer of its deadline, None without one.
+    calls: dict[Request, asyncio.TimerHandle | None] = field(default_factory=dict)
     # The call whose deadline the session keeps, and the request of the session; None while the
     # cache is asked, and after the end.
     leader: Request | None = None
@@ -106,7 +106,6 @@ class SingleFlight:
             self._ledger.reject(request, error, "invalid input")
             return
         except Exception:  # noqa: BLE001  it cannot be pickled; the session says so
-            self._flights[request] = _Flight(None, None, {request: None}, request, request)
             self._session.accept(request)
             return
         settings = self._session.settings
@@ -117,8 +116,7 @@ class SingleFlight:
             request.deadline = request.arrival + settings.timeout
         sent = None if flight is None else flight.request
         if flight is not None and (sent is None or sent.priority >= request.priority):
-            flight.calls[request] = None
-            self._flights[request] = flight
+            self._join(flight, request)
             self._ledger.count_cached("coalesced")
         elif len(self.lookups) >= settings.queue_limit:
             text = (
@@ -151,37 +149,39 @@ class SingleFlight:
         """Return whether the queue has room for a request, if all that are looked up are misses."""
         return self._session.has_room(request, len(self.lookups))
 
-    async def answer(self, request: Request) -> Any:
-        """Wait for the outcome of an accepted call."""
-        flight, timer = self._flights.get(request), None
-        if flight is not None and request.deadline != inf:
-            left = request.deadline - monotonic()
-            timer = self.binding.loop.call_later(
-                left, self._expire, flight, request, context=Context()
-            )
-        try:
-            return await request.caller
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self.abandon(request)
-            # An error holds this frame, which must not hold the error.
-            del flight, request
+    def _join(self, flight: _Flight, request: Request) -> None:
+        """Let a call wait for the output of a flight, until its deadline."""
+        timer = None
+        if request.deadline != inf:
+            left = request.deadline - request.arrival
+            timer = self.binding.loop.call_later(left, self._expire, request, context=Context())
+        flight.calls[request] = timer
+        self._flights[request] = flight
 
-    def _expire(self, flight: _Flight, request: Request) -> None:
+    def _expire(self, request: Request) -> None:
         """End a call at its deadline, unless the session does so."""
-        if flight.leader is not request and not request.caller.done():
+        if self._flights[request].leader is not request:
             kind = DeadlineExceededError if self._session.load[0] else NotReadyError
             timeout = timeout_of(request, self._session.settings)
             set_exception(request, kind(f"there was no answer within its timeout of {timeout} s"))
             self.abandon(request, "expired")
 
+    def _leave(self, request: Request) -> _Flight | None:
+        """Take a call that ends out of its flight; return None if it is in none."""
+        flight = self._flights.pop(request, None)
+        if flight is not None:
+            settle(request)
+            timer = flight.calls.pop(request)
+            if timer is not None:
+                timer.cancel()
+        return flight
+
     def abandon(self, request: Request, outcome: Outcome = "cancelled") -> None:
         """Remove a call that ends, unless that was done; its flight ends with the last call."""
-        flight = self._flights.pop(request, None)
+        flight = self._leave(request)
         if flight is None:
+            self._session.abandon(request)  # an input without a key, or a call that has ended
             return
-        flight.calls.pop(request, None)
         sent = flight.request
         if flight.calls:
             if sent is not None:
@@ -204,8 +204,8 @@ class SingleFlight:
     def _begin(self, request: Request, key: Any) -> None:
         """Look the output up, in a task if the cache is asynchronous."""
         reloads = None if self._model.is_reloading else self._model.reloads
-        flight = _Flight(key, reloads, {request: None})
-        self._by_key[key] = self._flights[request] = flight
+        flight = self._by_key[key] = _Flight(key, reloads)
+        self._join(flight, request)
         found = self._cache.look_up(key)
         if isawaitable(found):
             self.lookups[flight] = asyncio.create_task(self._look_up(flight, found))
@@ -248,12 +248,10 @@ class SingleFlight:
         if error is None:
             self._deliver(flight, done.result())
             return
-        calls, flight.calls = flight.calls, {}
         is_late = _is_late(error, request)
-        for call in calls:
-            if is_late and call.deadline > request.deadline:
-                flight.calls[call] = None
-            else:
+        for call in [*flight.calls]:
+            if not is_late or call.deadline <= request.deadline:
+                self._leave(call)
                 set_exception(call, copy_error(error))
         if flight.calls:
             self._send(flight)
@@ -274,7 +272,7 @@ class SingleFlight:
                 copied = await offload(is_large, copy_output, output)
                 call = next(iter(flight.calls), None)
                 if call is not None:
-                    del flight.calls[call]
+                    self._leave(call)
                     if not call.caller.done():  # cancelled, in this turn of the loop
                         call.caller.set_result(copied)
                 del copied, call

@@ -65,14 +65,14 @@ async def process_many(
             while calls and in_flight:
                 if len(in_flight) < most_in_flight and calls.has_room(request):
                     break
-                outputs.append(await calls.answer(in_flight[0]))
+                outputs.append(await in_flight[0].caller)
                 in_flight.popleft()
             calls = find_calls()
             request.group = None if method is None else calls.methods[method].group
             calls.accept(request)
             in_flight.append(request)
         while calls and in_flight:
-            outputs.append(await calls.answer(in_flight[0]))
+            outputs.append(await in_flight[0].caller)
             in_flight.popleft()
     finally:
         for request in in_flight:

@@ -22,7 +22,7 @@ from math import inf
 from typing import Any, Final
 
 from fast_batcher._core.explanation import BatchSample
-from fast_batcher._core.values import Batch, Failure, Request, settle
+from fast_batcher._core.values import Batch, Failure, Request, claim, settle
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import one_line
@@ -164,7 +164,7 @@ class Ledger:
 
     def answer(self, batch: Batch, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
         """Settle the requests of an answered batch, and give their callers the outcomes."""
-        self.give(batch, requests, outcomes, [*map(settle, requests)])
+        self.give(batch, requests, outcomes, claim(requests))
 
     def give(
         self,

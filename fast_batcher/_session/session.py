@@ -20,7 +20,7 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
@@ -126,10 +126,6 @@ class Session(ABC):
 
         Called in the caller's context, which the user's functions see.
         """
-
-    def answer(self, request: Request) -> Awaitable[Any]:
-        """Return what the caller of an accepted request waits for."""
-        return request.caller  # type: ignore[no-any-return]  # its future
 
     @abstractmethod
     def abandon(self, request: Request) -> None:
@@ -500,21 +496,14 @@ class LocalSession(Session):
         if self._drained is not None:
             self._notice_drained()
 
-    def _read_outcomes(self, frame: Frame, worker: int, count: int) -> list[Any]:
-        """Read the outcomes of a batch, or the chunks of a step, by position."""
-        if frame.kind == Kind.SHARED_OUTPUTS:
-            # Not on a thread: the chunks of the next step must not overtake these.
-            return read_shared_outcomes(frame, self.pool.workers[worker].outbox).read(count)
-        earlier = self._fragments.pop(worker, None) if self._fragments else None
-        return read_outcomes(frame, earlier, count, self._reader)
-
     def _settle(self, frame: Frame, batch: Batch, requests: list[Request]) -> None:
         """Give the callers of an answered batch their outcomes."""
         try:
             if frame.kind == Kind.SHARED_OUTPUTS:
                 self._collect(frame, batch)
             else:
-                outcomes = self._read_outcomes(frame, batch.worker, len(requests))
+                earlier = self._fragments.pop(batch.worker, None) if self._fragments else None
+                outcomes = read_outcomes(frame, earlier, len(requests), self._reader)
                 self._ledger.answer(batch, requests, outcomes)
         except Exception as error:
             self._fail_batch(batch, requests, error)
@@ -592,7 +581,7 @@ class LocalSession(Session):
             self._reject_answer(frame)
             return
         # If it cannot be read, the worker is replaced, and has its streams until then.
-        outcomes = self._read_outcomes(frame._replace(kind=step.kind), worker, len(streams))
+        outcomes = self._read_chunks(frame._replace(kind=step.kind), worker, len(streams))
         for batch in finished:
             scheduler.batch_done(now, worker, batch.id)
         scheduler.workers.note_step(now, worker, streams)
@@ -607,6 +596,13 @@ class LocalSession(Session):
                 self.pool.batch_answered(worker)
         if self._drained is not None:
             self._notice_drained()
+
+    def _read_chunks(self, frame: Frame, worker: int, count: int) -> list[Any]:
+        """Read the chunks of a step, or the failures in their place."""
+        if frame.kind == Kind.SHARED_OUTPUTS:
+            # Not on a thread: the chunks of the next step must not overtake these.
+            return read_shared_outcomes(frame, self.pool.workers[worker].outbox).read(count)
+        return read_outcomes(frame, self._fragments.pop(worker, None), count, self._reader)
 
     def _give_chunks(self, streams: list[Batch], outcomes: list[Any]) -> None:
         """Give the requests of a step their chunks; fail some, and let some wait for readers."""

@@ -9,7 +9,7 @@ object.
 import ctypes
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any, Protocol
 
@@ -268,6 +268,9 @@ _FATAL_SIGNS = (
 )
 
 
+_NO_CONTEXTS: AbstractContextManager[None] = nullcontext()
+
+
 class BatchJob:
     """A batch in the worker, from its frame to its answer."""
 
@@ -276,6 +279,7 @@ class BatchJob:
         "contexts",
         "errors",
         "inputs",
+        "is_fatal",
         "method",
         "outputs",
         "pieces",
@@ -283,12 +287,11 @@ class BatchJob:
         "seconds",
     )
 
-    def __init__(
-        self, batch_id: int, method: str, contexts: AbstractContextManager[None] | None = None
-    ) -> None:
+    def __init__(self, batch_id: int) -> None:
         self.batch_id = batch_id
-        self.method = method
-        self.contexts = contexts
+        self.method = "infer"
+        # The context managers of the observers that follow the batch.
+        self.contexts: AbstractContextManager[None] = _NO_CONTEXTS
         # Of the positions that have no error, in their order. The model takes the inputs away.
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
@@ -298,6 +301,8 @@ class BatchJob:
         self.pieces: list[Piece] = []
         # The frames that answer the batch; None while it is not known to have failed.
         self.reply: Reply | None = None
+        # Whether the process cannot use its device any more.
+        self.is_fatal = False
         # Seconds in the method.
         self.seconds = 0.0
 
@@ -305,16 +310,12 @@ class BatchJob:
         """Answer all requests of the batch with an error."""
         self.inputs, self.outputs, self.errors = [], [], {}
         self.reply = [(kind, pickling.dumps(failure))]
+        self.is_fatal = kind == Kind.FATAL
 
     def skip(self) -> None:
         """Answer that the batch was not computed."""
         self.inputs, self.errors, self.pieces = [], {}, []
         self.reply = [(Kind.SKIPPED, b"")]
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether the process cannot use its device any more."""
-        return self.reply is not None and self.reply[-1][0] == Kind.FATAL
 
     def list_open(self, count: int) -> list[int]:
         """Return the positions of the `count` inputs or outputs that have no error."""
@@ -400,37 +401,30 @@ class BatchLoop:
             frame = self._channel.receive()
             if frame is None:
                 return Kind.STOP
+            if frame.kind in BATCHES:
+                return self.read(frame)
             if frame.kind in (Kind.STOP, Kind.PING):
                 return frame.kind
-            job = self.take(frame)
-            if job is not None:
-                return job
+            self.note(frame)
 
-    def take(self, frame: Frame) -> BatchJob | None:
-        """Read a batch, or note what precedes one."""
-        if frame.kind in BATCHES:
-            return self._read(frame)
+    def note(self, frame: Frame) -> None:
+        """Note what precedes a batch."""
         if frame.kind == Kind.INPUTS_FRAGMENT:
             self._inputs.keep_fragment(frame)
-        else:
-            self._note(frame)
-        return None
-
-    def _note(self, frame: Frame) -> None:
-        """Note what precedes a batch."""
-        if frame.kind == Kind.METHOD:
+        elif frame.kind == Kind.METHOD:
             self._method = {frame.batch_id: bytes(frame.body).decode()}
         else:
             contexts = self._contexts.join_pickled(pickling.loads(frame.body))
             self._given = {frame.batch_id: contexts}
 
-    def _read(self, frame: Frame) -> BatchJob:
+    def read(self, frame: Frame) -> BatchJob:
+        """Read the inputs of a batch."""
         batch_id = frame.batch_id
         self._progress[TAKEN] = batch_id + 1
-        job = BatchJob(batch_id, "infer")
+        job = BatchJob(batch_id)
         if self._method or self._given:
-            job.method = self._method.pop(batch_id, "infer")
-            job.contexts = self._given.pop(batch_id, None)
+            job.method = self._method.pop(batch_id, job.method)
+            job.contexts = self._given.pop(batch_id, job.contexts)
         try:
             job.inputs, job.errors, job.pieces = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
@@ -455,12 +449,8 @@ class BatchLoop:
             lend(job.pieces)
         started = monotonic()
         try:
-            infer, contexts = self._models[job.method].infer, job.contexts
-            if contexts is None:  # entering a `nullcontext` is two calls
-                outputs = infer(inputs) if inputs else []
-            else:
-                with contexts:
-                    outputs = infer(inputs) if inputs else []
+            with job.contexts:
+                outputs = self._models[job.method].infer(inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             job.seconds = monotonic() - started
             job.fail(*judge(error))
@@ -481,21 +471,19 @@ class BatchLoop:
 
     def answer(self, job: BatchJob) -> None:
         """Send the outputs of a batch, or its error."""
-        frames = self._encode(job) if job.reply is None else job.reply
+        frames = job.reply
+        if frames is None:
+            outputs, job.outputs = job.outputs, []
+            if job.errors:
+                found = dict(zip(job.list_open(len(outputs)), outputs, strict=True))
+                outputs = [found.get(at) for at in range(len(found) + len(job.errors))]
+            frames = self._encoder.pack(outputs, job.errors)
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
         inputs = self._inputs
         ahead = inputs.pack_freed() if inputs.freed or inputs.forks else b""
         for kind, body in frames:
             self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
             ahead = b""
-
-    def _encode(self, job: BatchJob) -> Reply:
-        """Return the frames with the outputs of a batch, which loses them."""
-        outputs, job.outputs = job.outputs, []
-        if job.errors:
-            found = dict(zip(job.list_open(len(outputs)), outputs, strict=True))
-            outputs = [found.get(at) for at in range(len(found) + len(job.errors))]
-        return self._encoder.pack(outputs, job.errors)
 
     def report_freed(self) -> None:
         """Report the batches whose shared memory has no view left."""

@@ -20,7 +20,14 @@ from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import BEGUN, WorkerProgress
-from fast_batcher._worker.loop import BatchJob, BatchLoop, PolledChannel, ReplyEncoder, judge
+from fast_batcher._worker.loop import (
+    BATCHES,
+    BatchJob,
+    BatchLoop,
+    PolledChannel,
+    ReplyEncoder,
+    judge,
+)
 from fast_batcher.errors import forget_frames, is_kind
 from fast_batcher.stepped import Done
 
@@ -113,10 +120,10 @@ class StepLoop:
             self._paused.discard(batch_id)
         elif kind == Kind.LEAVE:
             self._dismiss(batch_id)
+        elif kind in BATCHES:
+            self._welcome(self._loop.read(frame))
         else:
-            job = self._loop.take(frame)
-            if job is not None:
-                self._welcome(job)
+            self._loop.note(frame)
 
     def _welcome(self, job: BatchJob) -> None:
         if job.reply is None and job.errors:
