@@ -35,6 +35,7 @@ from fast_batcher.stats import BatcherStats
 
 if TYPE_CHECKING:
     from fast_batcher import aio, inference
+    from fast_batcher._session.streams import Stream
     from fast_batcher.batcher import DynBatcher
     from fast_batcher.dynamic import dynamically
     from fast_batcher.stepped import Done, SteppedModel, StreamedModel
@@ -59,6 +60,7 @@ __all__ = [
     "RequestTooLargeError",
     "SlowReaderError",
     "SteppedModel",
+    "Stream",
     "StreamedModel",
     "TransportError",
     "UnsendableValueError",
@@ -78,6 +80,7 @@ _LAZY = {
     "Done": "fast_batcher.stepped",
     "DynBatcher": "fast_batcher.batcher",
     "SteppedModel": "fast_batcher.stepped",
+    "Stream": "fast_batcher._session.streams",
     "StreamedModel": "fast_batcher.stepped",
     "aio": "fast_batcher.aio",
     "dynamically": "fast_batcher.dynamic",

@@ -344,7 +344,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         set_options(request, timeout, priority)
         session.accept(request)
         stream: Stream[ChunkT] = Stream(request, queue, session.abandon, session.binding.call)
-        await stream.wait_first()
+        await stream.wait()
         return stream
 
     async def process_many(
@@ -757,6 +757,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             RuntimeError: The calling thread is not that of the event loop.
         """
         settings = self._settings.changed(changes)
+        if self._model.spec.is_stepped:
+            reject_for_stepped(settings, changes)
         if self._session is not None:
             self._session.binding.require_own_thread("reconfigure()")
         if "num_workers" in changes:

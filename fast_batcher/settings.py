@@ -280,6 +280,9 @@ _OF_THIS_MACHINE = {
 _OF_PROCESSES = {
     "shared": "the threads are those of one process",
     "max_rss_bytes": "give max_batches_per_worker=",
+    "max_shared_bytes": "inputs and outputs are passed on as they are; omit it",
+    "shared_memory_threshold": "inputs and outputs are passed on as they are; omit it",
+    "max_frame_bytes": "inputs and outputs are passed on as they are; omit it",
 }
 _GIVE_COST = "give cost=, a function from an input to its cost"
 
@@ -498,6 +501,12 @@ class Settings:
                     f"{name}={getattr(self, name)!r:.100}: it has no effect with {where}; {remedy}"
                 )
         if not isinstance(self.workers, RemoteWorkers):
+            names = name_devices(self.devices or (), os.environ)
+            if any(name.startswith("cpu:") for name in names):
+                raise ConfigurationError(
+                    f"devices={self.devices!r:.100}: threads are not pinned to cores; give 'cpu', "
+                    'or workers="processes"'
+                )
             object.__setattr__(self, "max_shared_bytes", 0)
             return
         count = self.workers.num_workers
@@ -616,14 +625,37 @@ class SettingValue(NamedTuple):
     source: str
 
 
-def reject_for_stepped(settings: "Settings") -> None:
-    """Refuse the options that mean nothing, or are not made yet, for a `SteppedModel`."""
-    options = ("cost", "group_by", "cache", "max_latency", "shared")
-    given = [name for name in options if getattr(settings, name) != OPTIONS[name].default]
+# Options that have no effect with a `SteppedModel`, and the remedy for each.
+_NOT_FOR_STREAMS = {
+    "max_delay": "a stream joins at the next step, and nothing is held",
+    "policy": "a stream joins at the next step, and nothing is held",
+    "max_latency": "the length of a stream is not known; give timeout=, for each chunk",
+    "cost": "a step computes all streams; give a smaller max_batch_size=",
+    "group_by": "a step computes all streams; use a batcher for each group",
+    "cache": "chunks are not cached; keep the result of process_batched in the app",
+    "isolate_errors": "the model says which stream fails: step returns an exception for it",
+    "shared": "give each server process workers of its own",
+}
+
+
+def reject_for_stepped(settings: "Settings", changes: Collection[str] = ()) -> None:
+    """Refuse options without an effect for a `SteppedModel`, and changes while it runs."""
+    refused = {
+        name: remedy
+        for name, remedy in _NOT_FOR_STREAMS.items()
+        if getattr(settings, name) != OPTIONS[name].default
+    }
     if isinstance(settings.workers, RemoteWorkers):
-        given.append("workers")
-    if given:
-        raise ConfigurationError(f"{', '.join(given)}: not with a SteppedModel")
+        refused["workers"] = "the streams of actors are not passed on; omit workers="
+    if isinstance(settings.num_workers, tuple):
+        refused["num_workers"] = "the backlog of streams is not predicted; give one number"
+    if "max_batch_size" in changes:
+        refused["max_batch_size"] = "a worker keeps its places; close the batcher and open another"
+    for name, remedy in refused.items():
+        raise ConfigurationError(
+            f"{name}={getattr(settings, name)!r:.100}: it has no effect with a SteppedModel; "
+            f"{remedy}"
+        )
 
 
 def reject_unknown_options(given: Iterable[str]) -> None:

@@ -43,8 +43,7 @@ class ChunkQueue:
     def put(self, chunk: Any) -> bool:
         """Add a chunk; return whether the stream is to pause."""
         self.chunks.append(chunk)
-        if self._waiter is not None:
-            self._wake()
+        self._wake()
         return len(self.chunks) >= self._most and self._on_read is None
 
     def pause(self, on_read: Callable[[bool], None]) -> None:
@@ -64,8 +63,7 @@ class ChunkQueue:
         if self.is_over:
             raise asyncio.InvalidStateError("the caller has gone")
         self.is_over = True
-        if self._waiter is not None:
-            self._wake()
+        self._wake()
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -78,6 +76,11 @@ class ChunkQueue:
     def is_paused(self) -> bool:
         """Whether the stream waits for its reader."""
         return self._on_read is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the reader waits for a chunk."""
+        return self._waiter is not None
 
     def wait(self) -> Future[None]:
         """Return a future for the next chunk, or the end."""
@@ -96,13 +99,14 @@ class ChunkQueue:
         return chunk
 
     def leave(self) -> None:
-        """Drop what is not read."""
+        """Drop what is not read, and end the stream for its reader."""
         self.chunks.clear()
         self.is_over, self.error = True, None
+        self._wake()
 
 
 class Stream(Generic[ChunkT]):
-    """The chunks of one request, as an async iterator for one reader.
+    """The chunks of one request, as an async iterator for one reader: see `DynBatcher.stream`.
 
     Chunks come as the model computes them; a reader that is slower finds them waiting. When the
     iteration ends or is cancelled, or the stream is closed or dropped, the request leaves the
@@ -118,18 +122,6 @@ class Stream(Generic[ChunkT]):
         # Calls a function on the loop's thread, from any.
         self._call = call
 
-    async def wait_first(self) -> None:
-        """Wait for the first chunk; raise the error of a stream that has none."""
-        queue = self._queue
-        if not (queue.chunks or queue.is_over):
-            try:
-                await queue.wait()
-            except BaseException:  # cancelled
-                self._leave()
-                raise
-        if queue.error is not None and not queue.chunks:
-            self._raise()
-
     def __aiter__(self) -> Self:
         return self
 
@@ -139,23 +131,33 @@ class Stream(Generic[ChunkT]):
         Raises:
             DeadlineExceededError: No chunk came for `timeout` seconds.
             SlowReaderError: The stream was paused, and was not read for `timeout` seconds.
-            WorkerLostError: The worker died; a stream is not begun again.
+            WorkerLostError: The worker died; a stream with chunks is not begun again.
             InferenceError: The model raised, or its chunk cannot be sent.
             BatcherClosedError: The batcher was closed.
+            RuntimeError: Another task waits for a chunk of this stream.
+        """
+        await self.wait()
+        if not self._queue.chunks:
+            raise StopAsyncIteration
+        chunk: ChunkT = self._queue.take()
+        return chunk
+
+    async def wait(self) -> None:
+        """Wait until the next chunk has come, or the stream has ended.
+
+        Raises as the iteration does, if no chunk is left. Cancellation: the request leaves.
         """
         queue = self._queue
         if not (queue.chunks or queue.is_over):
+            if queue.is_awaited:
+                raise RuntimeError("another task waits for a chunk of this stream")
             try:
                 await queue.wait()
             except BaseException:  # cancelled
                 self._leave()
                 raise
-        if queue.chunks:
-            chunk: ChunkT = queue.take()
-            return chunk
-        if queue.error is not None:
+        if queue.error is not None and not queue.chunks:
             self._raise()
-        raise StopAsyncIteration
 
     def _raise(self) -> None:
         error, self._queue.error = self._queue.error, None
@@ -168,7 +170,7 @@ class Stream(Generic[ChunkT]):
     def _leave(self) -> None:
         self._queue.leave()
         if not self._request.is_settled:
-            self._abandon(self._request)
+            self._call(self._abandon, self._request)
 
     async def aclose(self) -> None:
         """Let the request leave, if it has not ended; may be called again."""
@@ -182,8 +184,7 @@ class Stream(Generic[ChunkT]):
 
     def __del__(self) -> None:
         # The app has dropped it, as Starlette does when a client disconnects; on any thread.
-        if not self._request.is_settled:
-            self._call(self._abandon, self._request)
+        self._leave()
 
 
 class Step(NamedTuple):

@@ -142,6 +142,36 @@ async def test_a_caller_that_goes_leaves_the_next_step(way: str, workers: Any) -
         assert await live(batcher) == 0
 
 
+@one_loop
+async def test_a_stream_has_one_reader() -> None:
+    async with DynBatcher(Counter, workers="threads", model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS, 1, "silent"))
+        assert await anext(stream) == "long:1"
+        reader = asyncio.create_task(_exhaust(stream))
+        await asyncio.sleep(0)  # the reader waits now
+        with pytest.raises(RuntimeError, match="another task waits"):
+            await anext(stream)
+        await stream.aclose()
+        await reader  # closing ends the iteration of another task
+
+
+@every_worker
+def test_a_stream_can_be_closed_after_its_loop(workers: Any) -> None:
+    batcher = DynBatcher(Counter, workers=workers, model_args=(0.001,))
+
+    async def begin() -> Any:
+        return await batcher.stream(Plan("long", ENDLESS))
+
+    async def close(stream: Any) -> None:
+        await stream.aclose()
+        assert [chunk async for chunk in stream] == []
+
+    stream = asyncio.run(begin())
+    asyncio.run(close(stream))
+    batcher.stop()
+    assert_balance(batcher)
+
+
 async def _exhaust(stream: Any) -> None:
     async for _ in stream:
         pass
@@ -341,10 +371,31 @@ def test_streams_end_with_their_event_loop(workers: Any) -> None:
     assert_balance(batcher)
 
 
-@pytest.mark.parametrize("option", [{"cache": LRUCache(9)}, {"shared": True}, {"group_by": len}])
+OPTIONS_OF_BATCHES: list[dict[str, Any]] = [
+    {"cache": LRUCache(9)},
+    {"cost": len},
+    {"group_by": len},
+    {"isolate_errors": False},
+    {"max_delay": 0.1},
+    {"max_latency": 1.0},
+    {"num_workers": (1, 2)},
+    {"policy": "greedy"},
+    {"shared": True},
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS_OF_BATCHES, ids=str)
 def test_options_that_mean_nothing_for_streams_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="SteppedModel"):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(option))}.*SteppedModel"):
         DynBatcher(Counter, **option)
+
+
+@pytest.mark.parametrize("change", [{"max_batch_size": 8}, {"max_latency": 1.0}], ids=str)
+def test_changes_that_mean_nothing_for_streams_are_refused(change: Any) -> None:
+    batcher = DynBatcher(Counter)
+    with pytest.raises(ConfigurationError, match="SteppedModel"):
+        batcher.reconfigure(**change)
+    batcher.reconfigure(max_queue_size=9, num_workers=2)
 
 
 async def act(batcher: DynBatcher[Plan, list[Any]], rng: random.Random, name: str) -> None:

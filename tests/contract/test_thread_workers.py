@@ -167,9 +167,20 @@ async def test_the_kit_passes_values_as_production_does(kind: WorkerKind) -> Non
         assert (found is value, kit.sizes) == (True, [1])
 
 
-@pytest.mark.parametrize("option", [{"shared": True}, {"max_rss_bytes": 2**30}])
+OPTIONS_OF_PROCESSES: list[dict[str, Any]] = [
+    {"devices": "cpu:0"},
+    {"devices": ["cpu", "cpu:0"]},
+    {"max_frame_bytes": 2**30},
+    {"max_rss_bytes": 2**30},
+    {"max_shared_bytes": 0},
+    {"shared": True},
+    {"shared_memory_threshold": 2**20},
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS_OF_PROCESSES, ids=str)
 def test_options_of_processes_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="workers in threads"):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(option))}.*threads"):
         DynBatcher(Echo, workers="threads", **option)
 
 

@@ -41,7 +41,7 @@ NAMES = [
     *("CollationError", "ConfigurationError", "DeadlineExceededError", "Done", "DynBatcher"),
     *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "NotReadyError"),
     *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
-    *("RequestTooLargeError", "SlowReaderError", "SteppedModel", "StreamedModel"),
+    *("RequestTooLargeError", "SlowReaderError", "SteppedModel", "Stream", "StreamedModel"),
     *("TransportError", "UnsendableValueError", "WorkerError"),
     *("WorkerLostError", "WorkerStartupError", "aio", "batchable"),
     *("dynamically", "inference"),

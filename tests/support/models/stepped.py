@@ -28,8 +28,8 @@ class Counter(SteppedModel[Plan, Any]):
     """Counts the steps of each plan: the chunks are "name:1", "name:2" and so on.
 
     A plan may refuse to join ("join"); fail alone ("fail") or with all others ("raise"); give an
-    unpicklable ("lambda") or no chunk ("none"); kill the worker ("kill"); or end without a last
-    chunk ("end").
+    unpicklable ("lambda") or no chunk ("none"); give no chunk after this one ("silent"); kill the
+    worker ("kill"); or end without a last chunk ("end").
     """
 
     def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
@@ -56,6 +56,8 @@ class Counter(SteppedModel[Plan, Any]):
         if plan.name == "balance":
             return Done(self.joined - self.left)
         chunk: Any = f"{plan.name}:{count}"
+        if plan.what == "silent" and count > plan.at:
+            return None
         if count == plan.at:
             if plan.what == "fail":
                 return Refused(plan.name)
