@@ -496,9 +496,10 @@ class Settings:
         is_remote = isinstance(self.workers, RemoteWorkers)
         where = "workers= on a cluster" if is_remote else "workers in threads"
         for name, remedy in (_OF_THIS_MACHINE if is_remote else _OF_PROCESSES).items():
-            if getattr(self, name) != OPTIONS[name].default:
+            value = getattr(self, name)
+            if value not in (OPTIONS[name].default, 0):  # 0 bytes of shared memory are none
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r:.100}: it has no effect with {where}; {remedy}"
+                    f"{name}={value!r:.100}: it has no effect with {where}; {remedy}"
                 )
         if not isinstance(self.workers, RemoteWorkers):
             names = name_devices(self.devices or (), os.environ)

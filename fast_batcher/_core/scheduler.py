@@ -544,8 +544,12 @@ class Scheduler:
         return rejected
 
     def cancel(self, request: Request) -> bool:
-        """Cancel a request whose caller has gone, False if it has ended; its output is dropped."""
-        if not settle(request):
+        """Cancel a request whose caller has gone; its output is dropped.
+
+        Return False if it has ended, or its batch was answered and the shell is about to settle it.
+        """
+        is_answered = request.phase == SENT and request.batch_id not in self.workers.batches
+        if is_answered or not settle(request):
             return False
         if request.phase == QUEUED:
             self.queue.discard(request)

@@ -15,7 +15,7 @@ From any phase it can be *settled*: the caller has its outcome, or has gone. Tha
 a batch until that part of the scheduler reaches it, and is skipped there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import inf
@@ -261,18 +261,6 @@ def settle(request: Request) -> bool:
 def settle_open(requests: Iterable[Request]) -> list[Request]:
     """Settle and return the requests that are not settled yet, each of them once."""
     return [request for request in requests if settle(request)]
-
-
-def claim(requests: Sequence[Request]) -> list[bool]:
-    """Settle the requests of an answered batch; return which of them were not settled yet.
-
-    A loop of its own, because each request passes here, and a call of `settle` costs 0.04 us.
-    """
-    are_open = []
-    for request in requests:
-        are_open.append(not request.is_settled)
-        request.is_settled = True
-    return are_open
 
 
 class Release(StrEnum):

@@ -209,10 +209,9 @@ class WorkerTable:
     def caller_gone(self, request: Request) -> None:
         """Record that the caller of a sent request has gone."""
         batches = self.batches if request.phase == SENT else self.copying_out
-        batch = batches.get(request.batch_id)
-        if batch is not None:  # else it has been answered, and is about to be settled
-            batch.open_count -= 1
-            self.notice_deserted(batch)
+        batch = batches[request.batch_id]
+        batch.open_count -= 1
+        self.notice_deserted(batch)
 
     def notice_deserted(self, batch: Batch) -> None:
         """If no caller waits for this batch, schedule the check for a stall, or a `Skip`.

@@ -46,7 +46,6 @@ from fast_batcher._core.values import (
     Failure,
     Limits,
     Request,
-    claim,
     settle_open,
 )
 from fast_batcher._local.function import (
@@ -516,14 +515,13 @@ class FunctionSession:
                 )
                 # If all callers have left, the ledger notes the error.
                 requests = failed if batch.open_count else requests
-            are_ours = claim(requests)
             actions = self._scheduler.poll(now)[0]
         # The worker computes its next batch while the callers of this one get their outcomes.
         self._carry_out(actions)
         if raised is not None:
             outcomes = [Failure(as_error(raised)) for _ in requests]
         batch.began_at, batch.infer_seconds = batch.sent_at, seconds
-        self._ledger.give(batch, requests, outcomes, are_ours)
+        self._ledger.answer(batch, requests, outcomes)
         self._finish_giving()
 
     def _recover(self, batch: Batch, error: BaseException) -> None:

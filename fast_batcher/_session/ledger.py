@@ -22,7 +22,7 @@ from math import inf
 from typing import Any, Final
 
 from fast_batcher._core.explanation import BatchSample
-from fast_batcher._core.values import Batch, Failure, Request, claim, settle
+from fast_batcher._core.values import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import one_line
@@ -164,25 +164,14 @@ class Ledger:
 
     def answer(self, batch: Batch, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
         """Settle the requests of an answered batch, and give their callers the outcomes."""
-        self.give(batch, requests, outcomes, claim(requests))
-
-    def give(
-        self,
-        batch: Batch,
-        requests: Sequence[Request],
-        outcomes: Sequence[Any],
-        are_ours: Sequence[bool],
-    ) -> None:
-        """Give callers their outcomes, except those whose request had ended before it was answered.
-
-        A session whose events may come from several threads settles the requests while it holds its
-        lock, and gives the outcomes afterwards.
-        """
+        is_observed = bool(self.observers.active)
+        waiting = [request for request in requests if not request.is_settled] if is_observed else []
         ended: list[Outcome] = []
         # The lengths were compared when the answer was read.
-        for request, outcome, is_ours in zip(requests, outcomes, are_ours):  # noqa: B905
-            if not is_ours:
+        for request, outcome in zip(requests, outcomes):  # noqa: B905
+            if request.is_settled:
                 continue
+            request.is_settled = True
             try:
                 if outcome.__class__ is Failure:
                     request.caller.set_exception(outcome.error)
@@ -198,10 +187,8 @@ class Ledger:
         self.counters.count_outcomes(ended)
         if ended.count("completed") != len(requests) and "failed" not in ended:
             self._find_late_error(requests, outcomes)
-        if self.observers.active:
-            pairs = zip(requests, are_ours, strict=True)
-            settled = [request for request, is_ours in pairs if is_ours]
-            ended_by = list(zip(settled, ended, strict=True))
+        if is_observed:
+            ended_by = list(zip(waiting, ended, strict=True))
             self.observers.tell(describe_answer(self._name, batch, ended_by))
 
     def _find_late_error(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:

@@ -49,6 +49,7 @@ from fast_batcher._core.values import (
     State,
     most_streams,
     or_infinite,
+    settle,
 )
 from fast_batcher._parent.pool import MakeWorker, Pool
 from fast_batcher._parent.sending import (
@@ -211,14 +212,14 @@ class Session(ABC):
         """
 
     def run_soon(self) -> None:
-        """Schedule a run in this turn of the event loop, or in the next."""
-        if not self._is_scheduled:
+        """Schedule a run in this turn of the event loop, or in the next; never on a closed loop."""
+        if not (self._is_scheduled or self.binding.loop.is_closed()):
             self._is_scheduled = True
             self.binding.loop.call_soon(self._run, context=Context())
 
     def _wake_at(self, moment: float) -> None:
-        """Set the timer to this moment, unless it is set to an earlier one."""
-        if moment >= self._timer_at:
+        """Set the timer to this moment, unless it is set to an earlier one; as `run_soon`."""
+        if moment >= self._timer_at or self.binding.loop.is_closed():
             return
         self._stop_timer()
         delay = max(0.0, moment - monotonic())
@@ -608,7 +609,8 @@ class LocalSession(Session):
         """Give the requests of a step their chunks; fail some, and let some wait for readers."""
         failed, full = give_chunks(streams, outcomes, self._deadline_of)
         for request, error in failed:
-            self.scheduler.cancel(request)  # it leaves, unless it has ended
+            self.scheduler.cancel(request)  # it leaves, unless it ends with this step
+            settle(request)
             self._ledger.fail(request, error, "failed")
             self.run_soon()
         for batch in full:
@@ -883,9 +885,8 @@ class LocalSession(Session):
             self._notice_all_ready()
         self._arena.batch_size = settings.batch_limit
         self.scheduler.reconfigure(_limits_of(settings, is_stepped=self._is_stepped), policy)
-        if not self.binding.loop.is_closed():
-            # The waiting requests may be a full batch now, or have waited long enough.
-            self.run_soon()
+        # The waiting requests may be a full batch now, or have waited long enough.
+        self.run_soon()
 
     @property
     def can_reload(self) -> bool:
@@ -909,8 +910,7 @@ class LocalSession(Session):
         """Reject new requests, and finish the accepted ones."""
         self._submit_arrivals(monotonic())
         self.scheduler.begin_drain()
-        if not self.binding.loop.is_closed():
-            self.run_soon()
+        self.run_soon()
 
     def _is_drained(self) -> bool:
         return not self.scheduler.waiting and not self.scheduler.workers.running

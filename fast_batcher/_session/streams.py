@@ -170,7 +170,7 @@ class Stream(Generic[ChunkT]):
     def _leave(self) -> None:
         self._queue.leave()
         if not self._request.is_settled:
-            self._call(self._abandon, self._request)
+            self._abandon(self._request)
 
     async def aclose(self) -> None:
         """Let the request leave, if it has not ended; may be called again."""
@@ -184,7 +184,8 @@ class Stream(Generic[ChunkT]):
 
     def __del__(self) -> None:
         # The app has dropped it, as Starlette does when a client disconnects; on any thread.
-        self._leave()
+        if not self._request.is_settled:
+            self._call(self._abandon, self._request)
 
 
 class Step(NamedTuple):

@@ -384,7 +384,7 @@ OPTIONS_OF_BATCHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("option", OPTIONS_OF_BATCHES, ids=str)
+@pytest.mark.parametrize("option", OPTIONS_OF_BATCHES, ids=lambda option: next(iter(option)))
 def test_options_that_mean_nothing_for_streams_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=f"{next(iter(option))}.*SteppedModel"):
         DynBatcher(Counter, **option)

@@ -172,9 +172,9 @@ OPTIONS_OF_PROCESSES: list[dict[str, Any]] = [
     {"devices": ["cpu", "cpu:0"]},
     {"max_frame_bytes": 2**30},
     {"max_rss_bytes": 2**30},
-    {"max_shared_bytes": 0},
+    {"max_shared_bytes": 2**20},
     {"shared": True},
-    {"shared_memory_threshold": 2**20},
+    {"shared_memory_threshold": 2**15},
 ]
 
 
