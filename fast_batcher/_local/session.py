@@ -724,6 +724,8 @@ class FunctionTask:
         except BaseException as error:
             running.has_ended = True
             session.settle(batch, monotonic() - started, raised=error)
+            # The error refers to the function's frame, and so to this one: drop the batch from it.
+            del batch
             if _is_for_the_loop(error):
                 raise
         else:

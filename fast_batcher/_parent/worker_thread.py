@@ -160,8 +160,10 @@ class ThreadWorker(WorkerHandle):
         self._progress.skip(batch_id)
 
     def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; none arrives in part."""
-        while self._answers and self.is_alive:
+        """Dispatch the frames that have arrived; none arrives in part, and later ones are left."""
+        for _ in range(len(self._answers)):
+            if not (self._answers and self.is_alive):  # a frame has ended the worker
+                break
             try:
                 self._dispatch(self._answers.popleft())
             except Exception as error:  # noqa: BLE001  as in `LoopChannel`

@@ -212,10 +212,10 @@ class Ledger:
         self.counters.samples.append((began_at, now, size, batch.release, left, waited, seconds))
 
     def complete_step(self, now: float, streams: list[Batch], seconds: float, left: int) -> None:
-        """Record a step of a stepped model, which counts as a batch of the streams it served."""
-        size, waited = len(streams), 0.0
-        if streams:
-            waited = streams[-1].sent_at - streams[-1].requests[0].arrival
+        """Record a step of a stepped model, which counts as a batch of the streams with a chunk."""
+        if not streams:
+            return
+        size, waited = len(streams), streams[-1].sent_at - streams[-1].requests[0].arrival
         self.counters.count_batch(size, "step")
         self.counters.samples.append((now - seconds, now, size, "step", left, waited, seconds))
 

@@ -202,6 +202,8 @@ class FrameReader:
         self._start = 0
         # A frame that is larger than the buffer, while its body arrives.
         self._large: Frame | None = None
+        # Whether the last read has taken all that had arrived by then.
+        self.took_all = True
 
     def read(self) -> Frame | None:
         """Read once; return the first complete frame, or None until more bytes come.
@@ -213,6 +215,7 @@ class FrameReader:
             raise BlockingIOError
         if count == 0:
             raise EOFError
+        self.took_all = count < len(self._space)
         if self._large is not None:
             self._space = self._space[count:]
             if self._space:
@@ -453,10 +456,13 @@ class LoopChannel:
     def drain(self) -> bool:
         """Dispatch the arrived frames; return whether another is in the middle of its arrival.
 
-        Do not call it from `on_frame`: the frame there would be overwritten.
+        Of what arrives meanwhile one more read is made, which may find the end of the file: a
+        worker may send faster than this process reads. Do not call it from `on_frame`: the frame
+        there would be overwritten.
         """
-        while self._read():
-            pass
+        has_all = False
+        while self._read() and not has_all:
+            has_all = self._reader.took_all
         missing = None if self._is_over else self._reader.missing
         before, self._missing = self._missing, missing
         return missing is not None and missing != before

@@ -33,6 +33,11 @@ from fast_batcher.stepped import Done
 
 logger = logging.getLogger("fast_batcher.worker")
 
+# Seconds between two frames about steps that gave no chunk, of which the parent learns only that
+# the model goes on: 1 % of an `infer_timeout` of a second. A frame for each would keep the parent
+# busy with a model that waits in quick steps.
+SILENCE = 0.01
+
 
 class StepLoop:
     """Main loop of a worker with a `SteppedModel`.
@@ -75,6 +80,8 @@ class StepLoop:
         self._is_stopping = False
         # Whether the last step has lost the device.
         self._is_fatal = False
+        # The moment of the last frame about a step.
+        self._sent_at = 0.0
 
     def run(self) -> None:
         """Step until STOP and the end of all streams, or until the parent closes its end."""
@@ -212,9 +219,9 @@ class StepLoop:
             for batch_id in running:
                 self._fail(batch_id, kind, failure)
             return
-        self._send(running, outcomes, monotonic() - began)
+        self._send(running, outcomes, began)
 
-    def _send(self, running: list[int], outcomes: list[Any], seconds: float) -> None:
+    def _send(self, running: list[int], outcomes: list[Any], began: float) -> None:
         """Send the chunks of a step; streams that are done, or have failed, end with it."""
         heard: list[int] = []
         chunks: list[Any] = []
@@ -231,9 +238,13 @@ class StepLoop:
                 chunks.append(chunk)
         if ended:
             self._release(ended)
+        now = monotonic()
+        if not (heard or ended) and now < self._sent_at + SILENCE:
+            return
+        self._sent_at = now
         *fragments, (kind, body) = self._encoder.pack(chunks, {})
         for fragment_kind, fragment in fragments:
             self._channel.send(fragment_kind, running[0], fragment)
         step = pickling.dumps((heard, ended, kind))
         ahead = pack_header(Kind.STEP, len(step), 0, 0.0) + step
-        self._channel.send(Kind.CHUNKS, 0, body, seconds, ahead)
+        self._channel.send(Kind.CHUNKS, 0, body, now - began, ahead)

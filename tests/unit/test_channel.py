@@ -192,6 +192,18 @@ async def test_frames_sent_before_death_are_read(size: int) -> None:
     ends.close()
 
 
+async def test_draining_ends_beside_a_fast_sender() -> None:
+    """A worker that answers each frame before the next is read must not keep the loop."""
+    ends = Ends(None)
+    frame = pack(Kind.PONG, 0, b"")
+    with ends.raw() as raw:
+        raw.send(frame)
+        ends.then = lambda _: raw.send(frame)
+        ends.channel.drain()
+    assert len(ends.frames) == 2
+    ends.close()
+
+
 @pytest.mark.parametrize(
     "garbage",
     [b"nonsense" * 10, b"fbt1" + b"\x12\0\0\0" + b"\xff" * 24],

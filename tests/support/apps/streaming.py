@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -16,8 +15,6 @@ from fast_batcher.fastapi import cancel_on_disconnect, install_exception_handler
 
 # Marks; none of them needs quoting in a path.
 WAIT, FOR_EVER, REFUSE, DIE = "-", "~", "!", "$"
-# Seconds of a step of a text without an end: a model that computes nothing floods the app.
-STEP = 0.001
 # Chunks of some letters. Some hundred of the large one fill the buffers of a connection.
 CHUNKS = {".": None, "Z": "z" * 2**15}
 
@@ -69,7 +66,6 @@ class Speller(SteppedModel[Text, Any]):
         if left[0] == DIE:
             os._exit(3)
         if left[0] == FOR_EVER:
-            time.sleep(STEP)
             return CHUNKS.get(left[1], left[1])
         letter = left.pop(0)
         chunk = CHUNKS.get(letter, letter)
