@@ -302,8 +302,9 @@ class Batch:
     isolate_until: float = inf
     # The event of its dispatch, None if no observer follows batches. The shell sets it.
     dispatched: Any = None
-    # Whether a chunk of this stream has come from its worker.
+    # Whether a chunk of this stream has come from its worker; and whether the stream is paused.
     has_stepped: bool = False
+    is_paused: bool = False
     # The chunks of a stream whose caller waits for all of them. The shell sets it.
     chunks: list[Any] | None = None
 

@@ -36,8 +36,10 @@ class WorkerSlot:
     # Most batches at a time, and whether it may work on several at the same time.
     most_batches: int
     has_stages: bool
-    # Its batches, oldest first; it computes the first one.
+    # Its batches, oldest first; it computes the first one, or those of a stepped model which are
+    # not paused. `paused` is the number of the paused ones.
     batches: list[Batch] = field(default_factory=list)
+    paused: int = 0
     # Start of the first batch; infinite once that batch is beyond `infer_timeout`.
     started_at: float = 0.0
     # It gets no more batches for good: another worker takes its place.
@@ -170,9 +172,10 @@ class WorkerTable:
 
     def give(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
         """Add a batch behind the other batches of a worker."""
+        rests = len(slot.batches) == slot.paused
         slot.batches.append(batch)
         self.batches[batch.id] = batch
-        if slot.batches[0] is batch:
+        if rests:
             self._begin_first(now, slot)
 
     def take_back(self, now: float, batch: Batch) -> None:
@@ -181,6 +184,7 @@ class WorkerTable:
         slot = self.slots[batch.worker]
         was_first = slot.batches[0] is batch
         slot.batches.remove(batch)
+        slot.paused -= batch.is_paused
         if was_first:
             slot.is_stalled = False
             if slot.batches:
@@ -240,6 +244,19 @@ class WorkerTable:
         for batch in streams:
             batch.has_stepped = True
 
+    def pause(self, batch: Batch) -> None:
+        """Record that a stream is left out of the steps, because its caller does not read."""
+        batch.is_paused = True
+        self.slots[batch.worker].paused += 1
+
+    def resume(self, now: float, batch: Batch) -> None:
+        """Record that a stream takes part in the steps again; a worker that rested begins one."""
+        slot = self.slots[batch.worker]
+        if len(slot.batches) == slot.paused:
+            self._begin_first(now, slot)
+        batch.is_paused = False
+        slot.paused -= 1
+
     def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
         """Restart the time of a worker's first batch, because the frame is only now being written.
 
@@ -287,7 +304,7 @@ class WorkerTable:
 
     def _expire_running(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
         """Replace a worker whose first batch has run for `infer_timeout`."""
-        if slot.batches and slot.started_at + self._infer_timeout <= now:
+        if len(slot.batches) > slot.paused and slot.started_at + self._infer_timeout <= now:
             late = slot.batches[0].settle_open()
             actions += [Expire(request, ExpiryReason.INFER_TIMEOUT) for request in late]
             actions.append(Replace(slot.id))
@@ -305,7 +322,8 @@ class WorkerTable:
         moments = [batch.deadline for batch in self.batches.values() if batch.open_count]
         for slot in self.slots.values():
             if slot.batches:
-                moments.append(slot.started_at + self._infer_timeout)
+                if len(slot.batches) > slot.paused:
+                    moments.append(slot.started_at + self._infer_timeout)
                 if not slot.is_stalled and not slot.batches[0].open_count:
                     moments.append(slot.started_at + self._timeout)
         return min(moments, default=inf)

@@ -614,8 +614,10 @@ class LocalSession(Session):
             self._ledger.fail(request, error, "failed")
             self.run_soon()
         for batch in full:
-            batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
-            self.sender.tell(batch, Kind.PAUSE)
+            if self.scheduler.workers.find(batch.worker, batch.id) is batch:  # it has not ended
+                batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
+                self.scheduler.workers.pause(batch)
+                self.sender.tell(batch, Kind.PAUSE)
 
     def _deadline_of(self, request: Request) -> float:
         """Return the moment by which a stream must have its next chunk, or be read."""
@@ -628,6 +630,7 @@ class LocalSession(Session):
         request = batch.requests[0]
         request.deadline = self._deadline_of(request)
         if resumes and self.scheduler.workers.find(batch.worker, batch.id) is batch:
+            self.scheduler.workers.resume(monotonic(), batch)
             self.sender.tell(batch, Kind.RESUME)
 
     # Large answers.

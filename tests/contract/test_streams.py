@@ -191,6 +191,19 @@ async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(workers: Any) 
 
 @one_loop
 @every_worker
+async def test_infer_timeout_does_not_end_a_paused_worker(workers: Any) -> None:
+    options: dict[str, Any] = {"timeout": LIMIT, "infer_timeout": 0.5, "workers": workers}
+    async with DynBatcher(Counter, model_args=(0.001,), **options) as batcher:
+        stream = await batcher.stream(Plan("long", 2000))
+        await until(lambda: stream._queue.is_paused)
+        async with DynBatcher(Counter, workers="threads", model_args=(1.0,)) as clock:
+            await clock.process_batched(Plan("a second", 1))
+        assert [chunk async for chunk in stream] == whole(Plan("long", 2000))
+        assert batcher.stats.restarts == 0
+
+
+@one_loop
+@every_worker
 async def test_a_stream_that_is_not_read_fails(workers: Any) -> None:
     async with DynBatcher(Counter, workers=workers) as batcher:
         stream = await batcher.stream(Plan("long", ENDLESS), timeout=2.0)

@@ -7,18 +7,29 @@ import pytest
 
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import MOST_DEATHS, Scheduler
-from fast_batcher._core.values import Dispatch, Expire, Limits, Request, Skip, most_streams
+from fast_batcher._core.values import (
+    Dispatch,
+    Expire,
+    Limits,
+    Replace,
+    Request,
+    Skip,
+    most_streams,
+)
 
 PLACES = 4
 
 
-def make_scheduler(*, timeout: float | None = None) -> Scheduler:
+def make_scheduler(
+    *, timeout: float | None = None, infer_timeout: float | None = None
+) -> Scheduler:
     return Scheduler(
         make_policy("greedy", None),
         Limits(
             max_batch_size=1,
             max_queue_size=1000,
             timeout=timeout,
+            infer_timeout=infer_timeout,
             batches_per_worker=most_streams(PLACES),
             is_stepped=True,
         ),
@@ -77,6 +88,46 @@ def test_a_renewed_deadline_counts() -> None:
     actions, _ = scheduler.poll(15.0)
     assert [type(action) for action in actions] == [Expire, Skip]
     assert batch.open_count == 0
+
+
+def test_infer_timeout_is_that_of_one_step() -> None:
+    scheduler = make_scheduler(infer_timeout=5.0)
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, 2)
+    batches = dispatched(scheduler)
+    scheduler.workers.note_step(4.0, 1, batches)
+    assert scheduler.poll(8.0) == ([], 9.0)
+    actions, _ = scheduler.poll(9.0)
+    assert actions == [Expire(batches[0].requests[0], actions[0].reason), Replace(1)]
+    # What comes from a worker that is being replaced does not excuse it.
+    scheduler.workers.note_step(10.0, 1, batches)
+    assert scheduler.poll(20.0) == ([], None)
+    scheduler.workers.note_step(20.0, 2, [])  # a worker that is gone
+
+
+def test_infer_timeout_does_not_count_while_all_streams_are_paused() -> None:
+    scheduler = make_scheduler(infer_timeout=5.0)
+    workers = scheduler.workers
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, 2)
+    first, second = dispatched(scheduler)
+    workers.pause(first)
+    assert scheduler.poll(4.0) == ([], 5.0)
+    workers.pause(second)
+    assert scheduler.poll(5.0) == ([], None)
+    workers.resume(20.0, first)
+    assert scheduler.poll(24.0) == ([], 25.0)
+    workers.pause(first)
+    assert scheduler.poll(30.0) == ([], None)
+    # A newcomer begins a step.
+    submit(scheduler, 1, 40.0)
+    (third,) = dispatched(scheduler, 40.0)
+    assert scheduler.poll(44.0) == ([], 45.0)
+    assert scheduler.batch_done(44.0, 1, third.id) is third
+    assert scheduler.batch_done(44.0, 1, first.id) is first
+    assert scheduler.poll(50.0) == ([], None)
+    workers.resume(60.0, second)
+    assert scheduler.poll(60.0) == ([], 65.0)
 
 
 def test_a_target_keeps_no_stream_from_a_busy_worker() -> None:
