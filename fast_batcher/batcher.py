@@ -877,6 +877,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             return session
         if not is_new:
             self._status.reject_call("it was not opened")  # draining without having been opened
+        self._model.end_reload()  # of the previous session, if its event loop was closed meanwhile
         self._session = self._calls = session = self._make_session()
         cache = self._settings.cache
         if cache is not None:

@@ -182,8 +182,8 @@ class Reloading:
         self._advance()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, because the pool ends."""
-        if not self.done.done():
+        """End with an error, because the pool ends; a closed event loop gets none."""
+        if not (self.done.done() or self.done.get_loop().is_closed()):
             self.done.set_exception(error)
 
     @property

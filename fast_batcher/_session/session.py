@@ -907,7 +907,9 @@ class LocalSession(Session):
             loaded = model_spec
             self._ledger.counters.generation += 1
         finally:
-            self._model.end_reload(loaded)
+            # Otherwise `end` came first, and the next session may reload already.
+            if loaded is not None or not self.pool.is_closing:
+                self._model.end_reload(loaded)
 
     def begin_drain(self) -> None:
         """Reject new requests, and finish the accepted ones."""

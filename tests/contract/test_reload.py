@@ -170,6 +170,30 @@ async def test_a_reload_ends_with_its_batcher(make: Make, end: str, tmp_path: Pa
     assert_balance(batcher)
 
 
+def test_closed_event_loop_ends_a_reload(tmp_path: Path) -> None:
+    """The program keeps the task of the reload, which its loop has left behind."""
+    batcher: DynBatcher[Any, Any] = DynBatcher(Versioned, num_workers=2, model_args=("one",))
+    kept: list[Any] = []
+
+    async def begin() -> None:
+        await batcher.open()
+        args = (f"waits {tmp_path / 'weights'}",)
+        kept.append(asyncio.create_task(batcher.reload(model_args=args)))
+        await until(lambda: len(pids_of(batcher)) == 3)
+
+    async def go_on() -> None:
+        assert await versions_of(batcher) == {"one"}
+        await batcher.reload(model_args=("three",))
+        assert await versions_of(batcher) == {"three"}
+        assert batcher.stats.generation == 1
+        await batcher.aclose()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()
+    asyncio.run(go_on())
+
+
 @pytest.mark.parametrize("how", ["start failed", "restarts spent"])
 async def test_reload_of_a_broken_batcher_opens_it(make: Make, how: str) -> None:
     deaths: Any = {"max_restarts": 0, "restart_window": 600.0}
