@@ -203,11 +203,13 @@ class ModelSpec:
     """A model and its arguments, pickled for the workers.
 
     `pickled` holds (class or "module:Class", args, kwargs). It is pickled once, in the parent, and
-    unpickled in the worker inside a `try`, so that a failing import becomes a clear error.
+    unpickled in the worker inside a `try`, so that a failing import becomes a clear error. It is
+    empty for threads of this process, which take `model` and `arguments`.
     """
 
     name: str
     pickled: bytes
+    model: Any = field(default=None, repr=False, compare=False)
     # Dotted name of the module that has the class.
     module: str = ""
     # The methods of the model, each with its `max_batch_size` or None for the batcher's; "infer" is
@@ -240,11 +242,13 @@ def check_model(
     *,
     in_threads: bool = False,
 ) -> ModelSpec:
-    """Check a model and its arguments without running its code, and pickle them for the workers."""
+    """Check a model and its arguments without running its code, and pickle them for the workers.
+
+    Threads of this process get the class and the arguments themselves.
+    """
     name = name_of(model)
-    is_main = isinstance(model, type) and model.__module__ == "__main__"
-    if is_main and not in_threads and not is_main_importable():
-        raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
+    if isinstance(model, type) and not in_threads:
+        _check_importable(model)
     if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
         raise ConfigurationError(
             f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
@@ -257,6 +261,23 @@ def check_model(
             "names, as strings"
         )
     args, kwargs = tuple(model_args), dict(kwargs)
+    pickled = b"" if in_threads else _pickle_call(model, args, kwargs, max_frame_bytes)
+    module = model.__module__ if isinstance(model, type) else str(model).partition(":")[0]
+    return ModelSpec(
+        name=name,
+        pickled=pickled,
+        model=model,
+        module=module,
+        methods=_list_methods(model),
+        is_stepped=isinstance(model, type) and is_stepped(model),
+        arguments=(args, kwargs),
+    )
+
+
+def _pickle_call(
+    model: object, args: tuple[Any, ...], kwargs: dict[str, Any], max_frame_bytes: int
+) -> bytes:
+    """Pickle what a worker process needs to construct the model."""
     try:
         pickled = pickle.dumps((model, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -270,15 +291,7 @@ def check_model(
             f"model_args and model_kwargs take {len(pickled)} bytes, more than max_frame_bytes="
             f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
         )
-    module = model.__module__ if isinstance(model, type) else str(model).partition(":")[0]
-    return ModelSpec(
-        name=name,
-        pickled=pickled,
-        module=module,
-        methods=_list_methods(model),
-        is_stepped=isinstance(model, type) and is_stepped(model),
-        arguments=(args, kwargs),
-    )
+    return pickled
 
 
 def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
@@ -362,7 +375,9 @@ def is_main_importable() -> bool:
 def name_of(model: object) -> str:
     """Check a model argument; return the name of the class."""
     if isinstance(model, type):
-        _check_class(model)
+        fault = find_model_fault(model)
+        if fault is not None:
+            raise ConfigurationError(f"model={model!r}: {fault}")
         return model.__name__
     if not isinstance(model, str):
         raise ConfigurationError(
@@ -400,16 +415,16 @@ def _find_method_fault(model: type, name: str, taken: str, returned: str) -> str
     return None
 
 
-def _check_class(model: type) -> None:
-    fault = find_model_fault(model)
-    if fault is not None:
-        raise ConfigurationError(f"model={model!r}: {fault}")
+def _check_importable(model: type) -> None:
+    """Raise if a worker process cannot import a class."""
+    if model.__module__ == "__main__" and not is_main_importable():
+        raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
     try:
         pickle.dumps(model)
     except Exception as error:
         raise ConfigurationError(
             f"model={model!r}: the worker process cannot import it ({error}); move the class to "
-            "the top level of a module, under its own name"
+            'the top level of a module, under its own name, or give workers="threads"'
         ) from error
 
 

@@ -303,9 +303,15 @@ class WorkerTable:
         return actions
 
     def _expire_running(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
-        """Replace a worker whose first batch has run for `infer_timeout`."""
+        """Replace a worker whose first batch has run for `infer_timeout`.
+
+        With it expire all streams that cannot begin again on another worker: they share the step.
+        """
         if len(slot.batches) > slot.paused and slot.started_at + self._infer_timeout <= now:
             late = slot.batches[0].settle_open()
+            for batch in slot.batches:
+                if batch.requests[0].has_chunks:
+                    late += batch.settle_open()
             actions += [Expire(request, ExpiryReason.INFER_TIMEOUT) for request in late]
             actions.append(Replace(slot.id))
             slot.is_stalled = True
@@ -313,7 +319,7 @@ class WorkerTable:
 
     def _stall(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
         """Mark a worker as stalled if its first batch has run for `timeout` and no caller waits."""
-        is_deserted = slot.batches and not slot.batches[0].open_count
+        is_deserted = len(slot.batches) > slot.paused and not slot.batches[0].open_count
         if is_deserted and slot.started_at + self._timeout <= now and not slot.is_stalled:
             slot.is_stalled = True
             actions.append(Stall(slot.id))
@@ -321,9 +327,8 @@ class WorkerTable:
     def _earliest_expiry(self) -> float:
         moments = [batch.deadline for batch in self.batches.values() if batch.open_count]
         for slot in self.slots.values():
-            if slot.batches:
-                if len(slot.batches) > slot.paused:
-                    moments.append(slot.started_at + self._infer_timeout)
+            if len(slot.batches) > slot.paused:
+                moments.append(slot.started_at + self._infer_timeout)
                 if not slot.is_stalled and not slot.batches[0].open_count:
                     moments.append(slot.started_at + self._timeout)
         return min(moments, default=inf)

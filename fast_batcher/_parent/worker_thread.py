@@ -85,7 +85,8 @@ class ThreadWorker(WorkerHandle):
         """Read answers on this event loop, and send the worker its model."""
         self._loop = loop
         self.is_attached = True
-        self.send(Kind.LOAD, 0, self.model_spec.pickled)
+        spec = self.model_spec
+        self.send(Kind.LOAD, 0, spec.pickled or (spec.model, *spec.read_arguments()))
         self._read_soon()  # it may be dead already
 
     @property

@@ -153,6 +153,10 @@ class Reports:
         """Make the error for the caller of an expired request."""
         if action.rejection is not None:
             return action.rejection.to_error()
+        if action.reason is ExpiryReason.INFER_TIMEOUT:
+            return DeadlineExceededError(
+                f"the model ran longer than infer_timeout={self._settings.infer_timeout} seconds"
+            )
         limit = f"its timeout of {timeout_of(action.request, self._settings)} seconds"
         if action.request.has_chunks:
             if action.request.caller.is_paused:
@@ -162,11 +166,7 @@ class Reports:
             return NotReadyError(f"no worker was ready for the call within {limit}")
         if action.reason is ExpiryReason.WAITING:
             return DeadlineExceededError(f"the request was still waiting after {limit}")
-        if action.reason is ExpiryReason.RUNNING:
-            return DeadlineExceededError(f"the model had not answered within {limit}")
-        return DeadlineExceededError(
-            f"the batch ran longer than infer_timeout={self._settings.infer_timeout} seconds"
-        )
+        return DeadlineExceededError(f"the model had not answered within {limit}")
 
     def log_stall(self, worker: int) -> None:
         """Log that a worker computes for longer than any caller waits."""

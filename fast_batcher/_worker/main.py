@@ -173,10 +173,10 @@ class Loaded(NamedTuple):
     start: Start
 
 
-def load_warm(pickled: bytes | bytearray | memoryview, settings: WorkerSettings) -> Loaded:
-    """Load the model, and warm it up."""
+def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
+    """Load the model, and warm it up; `body` is that of a LOAD frame."""
     began = monotonic()
-    call = import_model(pickled)
+    call = import_model(body)
     if is_stepped(call.cls) != settings.is_stepped:
         raise WorkerStartupError(
             f"{call.name} is a SteppedModel: give the batcher the class, not a string"

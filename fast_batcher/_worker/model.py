@@ -101,9 +101,9 @@ class ModelCall(NamedTuple):
     kwargs: Any
 
 
-def import_model(pickled: bytes | bytearray | memoryview) -> ModelCall:
-    """Import the model's class, and whatever its arguments need."""
-    model, args, kwargs = pickling.loads(pickled)
+def import_model(body: bytes | bytearray | memoryview | tuple[Any, Any, Any]) -> ModelCall:
+    """Import the model's class, and whatever its arguments need; a thread gets them as they are."""
+    model, args, kwargs = body if isinstance(body, tuple) else pickling.loads(body)
     if isinstance(model, str):
         cls = _resolve(model)
         fault = "it is not a class" if not isinstance(cls, type) else find_model_fault(cls)

@@ -167,6 +167,23 @@ async def test_the_kit_passes_values_as_production_does(kind: WorkerKind) -> Non
         assert (found is value, kit.sizes) == (True, [1])
 
 
+async def test_a_thread_needs_no_import_of_the_model() -> None:
+    class Local(InferenceModel[int, Any]):
+        def __init__(self, loaded: Any) -> None:
+            self._loaded = loaded
+
+        def infer(self, inputs: list[int]) -> list[Any]:
+            return [self._loaded for _ in inputs]
+
+    first, second = threading.Lock(), threading.Lock()  # which cannot be pickled
+    async with DynBatcher(Local, workers="threads", model_args=(first,)) as batcher:
+        assert await batcher.process_batched(1) is first
+        await batcher.reload(model_args=(second,))
+        assert await batcher.process_batched(1) is second
+    with pytest.raises(ConfigurationError, match='or give workers="threads"'):
+        DynBatcher(Local, model_args=(1,))
+
+
 OPTIONS_OF_PROCESSES: list[dict[str, Any]] = [
     {"devices": "cpu:0"},
     {"devices": ["cpu", "cpu:0"]},

@@ -10,6 +10,7 @@ from fast_batcher._core.scheduler import MOST_DEATHS, Scheduler
 from fast_batcher._core.values import (
     Dispatch,
     Expire,
+    ExpiryReason,
     Limits,
     Replace,
     Request,
@@ -98,11 +99,37 @@ def test_infer_timeout_is_that_of_one_step() -> None:
     scheduler.workers.note_step(4.0, 1, batches)
     assert scheduler.poll(8.0) == ([], 9.0)
     actions, _ = scheduler.poll(9.0)
-    assert actions == [Expire(batches[0].requests[0], actions[0].reason), Replace(1)]
+    assert actions == [Expire(batches[0].requests[0], ExpiryReason.INFER_TIMEOUT), Replace(1)]
     # What comes from a worker that is being replaced does not excuse it.
     scheduler.workers.note_step(10.0, 1, batches)
     assert scheduler.poll(20.0) == ([], None)
     scheduler.workers.note_step(20.0, 2, [])  # a worker that is gone
+
+
+def test_a_late_step_ends_the_streams_that_cannot_begin_again() -> None:
+    scheduler = make_scheduler(infer_timeout=5.0)
+    scheduler.worker_ready(0.0, 1)
+    requests = submit(scheduler, 3)
+    batches = dispatched(scheduler)
+    requests[1].has_chunks = True
+    scheduler.workers.note_step(1.0, 1, [batches[1]])
+    expired = [action.request for action in scheduler.poll(6.0)[0] if isinstance(action, Expire)]
+    assert expired == requests[:2]
+    assert scheduler.worker_lost(1, batches[2].id, batches[2].id) == ([], [])
+    scheduler.worker_ready(7.0, 2)
+    assert [batch.requests for batch in dispatched(scheduler, 7.0)] == [[requests[2]]]
+
+
+def test_a_paused_stream_whose_caller_has_gone_stalls_no_worker() -> None:
+    scheduler = make_scheduler(timeout=5.0)
+    scheduler.worker_ready(0.0, 1)
+    (request,) = submit(scheduler, 1)
+    (batch,) = dispatched(scheduler)
+    scheduler.workers.pause(batch)
+    actions, _ = scheduler.poll(5.0)
+    assert actions == [Expire(request, ExpiryReason.RUNNING), Skip(batch)]
+    assert scheduler.poll(20.0) == ([], None)
+    assert scheduler.workers.ready_count == 1
 
 
 def test_infer_timeout_does_not_count_while_all_streams_are_paused() -> None:
