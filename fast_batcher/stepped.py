@@ -5,6 +5,7 @@ so that none waits for the longest of a batch. `_worker/steps.py` calls the mode
 """
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +26,18 @@ class Done(Generic[ChunkT]):
 
     def __repr__(self) -> str:
         return f"Done({self.chunk!r:.100})"
+
+
+def read_outcome(outcome: Any) -> tuple[Any, bool]:
+    """Return the chunk of what `step` returned for a stream, and whether the stream ends with it.
+
+    The chunk is None for no chunk, and an exception instance for a stream that has failed.
+    """
+    if issubclass(type(outcome), Done):
+        return outcome.chunk, True
+    if outcome is Done:
+        return TypeError("step returned the class Done; return an instance, as Done()"), True
+    return outcome, is_kind(outcome, BaseException)
 
 
 class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]):
@@ -71,15 +84,15 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
 
     def infer(self, inputs: list[InputT]) -> Sequence[list[ChunkT] | Exception]:
         """Compute whole answers, for the warm-up and for tests without a batcher."""
-        outcomes: list[Any] = [[] for _ in inputs]
-        live = list(enumerate(list_outputs(self.join(inputs), len(inputs), "join", copies=False)))
+        states = list_outputs(self.join(inputs), len(inputs), "join returned", copies=False)
+        outcomes: list[Any] = [state if is_kind(state, BaseException) else [] for state in states]
+        live = [pair for pair in enumerate(states) if not is_kind(pair[1], BaseException)]
         while live:
-            states = [state for _, state in live]
-            found = list_outputs(self.step(states), len(live), "step returned", copies=True)
+            running = [state for _, state in live]
+            found = list_outputs(self.step(running), len(live), "step returned", copies=True)
             left = []
             for (at, state), outcome in zip(live, found, strict=True):
-                is_last = type(outcome) is Done or is_kind(outcome, BaseException)
-                chunk = outcome.chunk if type(outcome) is Done else outcome
+                chunk, is_last = read_outcome(outcome)
                 if is_kind(chunk, BaseException):
                     outcomes[at] = chunk
                 elif chunk is not None:
@@ -92,6 +105,38 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
         return outcomes
 
 
+class _StreamedBatch:
+    """A batch of a `StreamedModel`, and the parts that its streams have not taken yet."""
+
+    def __init__(self, parts: Iterator[Sequence[Any]], count: int) -> None:
+        self._parts = parts
+        self._count = count
+        # The streams that have not left, by position in the batch. A stream that is paused takes
+        # nothing, and its parts wait here.
+        self.waiting: dict[int, deque[Any]] = {at: deque() for at in range(count)}
+
+    def advance(self) -> None:
+        """Compute the next part; an error is also for the streams that have parts left."""
+        try:
+            part = next(self._parts, None)
+            outcomes: Sequence[Any] = [Done()] * self._count
+            if part is not None:
+                outcomes = list_outputs(part, self._count, "infer_stream yielded", copies=True)
+        except BaseException as error:
+            for waiting in self.waiting.values():
+                if waiting:
+                    waiting.append(error)
+            raise
+        for at, waiting in self.waiting.items():
+            waiting.append(outcomes[at])
+
+    def close(self) -> None:
+        """End the generator, which releases what it holds."""
+        close = getattr(self._parts, "close", None)
+        if close is not None:
+            close()
+
+
 class StreamedModel(SteppedModel[InputT, ChunkT]):
     """A model that answers a fixed batch in parts: `infer_stream` is a generator.
 
@@ -99,7 +144,6 @@ class StreamedModel(SteppedModel[InputT, ChunkT]):
     """
 
     joins_running = False
-    _parts: Iterator[Sequence[Any]]
 
     @abstractmethod
     def infer_stream(
@@ -111,16 +155,30 @@ class StreamedModel(SteppedModel[InputT, ChunkT]):
         the generator ends.
         """
 
-    def join(self, inputs: list[InputT]) -> Sequence[int]:
+    def join(self, inputs: list[InputT]) -> Sequence[tuple[_StreamedBatch, int]]:
         """Begin a batch; the state of a stream is its position."""
-        self._parts = self.infer_stream(inputs)
-        self._count = len(inputs)
-        return range(len(inputs))
+        parts = self.infer_stream(inputs)
+        if not hasattr(parts, "__next__"):
+            raise TypeError(
+                f"infer_stream returned an object of type {type(parts).__name__}: write it as a "
+                "generator, with `def` and `yield`"
+            )
+        batch = _StreamedBatch(parts, len(inputs))
+        return [(batch, position) for position in range(len(inputs))]
 
-    def step(self, states: list[int]) -> Sequence[ChunkT | Done[ChunkT] | Exception | None]:
+    def step(
+        self, states: list[tuple[_StreamedBatch, int]]
+    ) -> Sequence[ChunkT | Done[ChunkT] | Exception | None]:
         """Take the next part of the batch."""
-        part = next(self._parts, None)
-        if part is None:
-            return [Done() for _ in states]
-        outputs = list_outputs(part, self._count, "infer_stream yielded", copies=True)
-        return [outputs[position] for position in states]
+        batch = states[0][0]
+        queues = [batch.waiting[position] for _, position in states]
+        if not all(queues):
+            batch.advance()
+        return [queue.popleft() for queue in queues]
+
+    def leave(self, states: list[tuple[_StreamedBatch, int]]) -> None:
+        """Forget streams; the generator ends with the last one."""
+        for batch, position in states:
+            batch.waiting.pop(position, None)
+            if not batch.waiting:
+                batch.close()

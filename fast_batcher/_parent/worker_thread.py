@@ -29,6 +29,10 @@ from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.loop import BATCHES, Reply, ReplyEncoder
 from fast_batcher._worker.main import WorkerSettings, load_and_serve
 
+# Frames that may wait for the event loop before the thread waits for it: a model with quick steps
+# would fill the memory, and then the loop. The loop takes about 3 ms for as many.
+MOST_UNREAD = 256
+
 
 class ValueEncoder(ReplyEncoder):
     """Passes the outputs of batches on as they are."""
@@ -63,6 +67,7 @@ class ThreadWorker(WorkerHandle):
         self._frames: SimpleQueue[Frame | None] = SimpleQueue()
         # Frames from the thread that the loop has not read yet.
         self._answers: deque[Frame] = deque()
+        self._room = threading.Semaphore(MOST_UNREAD)
         self._progress = WorkerProgress(-1)
         self._thread: threading.Thread | None = None
         # Set when it counts as dead, whatever the thread does; and when it is dead.
@@ -131,6 +136,8 @@ class ThreadWorker(WorkerHandle):
     def bring(self, *frames: Frame) -> None:
         """Hand frames over to the loop's thread."""
         self._has_failed |= frames[-1].kind == Kind.STARTUP_FAILED
+        for _ in frames:
+            self._room.acquire()
         if not self._is_abandoned.is_set():
             self._answers.extend(frames)
             self._read_soon()
@@ -166,6 +173,7 @@ class ThreadWorker(WorkerHandle):
             if not (self._answers and self.is_alive):  # a frame has ended the worker
                 break
             try:
+                self._room.release()
                 self._dispatch(self._answers.popleft())
             except Exception as error:  # noqa: BLE001  as in `LoopChannel`
                 self.kill_on_protocol_error(error)
@@ -180,6 +188,7 @@ class ThreadWorker(WorkerHandle):
     def disconnect(self) -> None:
         """Let the thread end after its current batch."""
         self.ignore()
+        self._room.release(MOST_UNREAD)  # the loop may read no more
         self._frames.put(None)
 
     def signal(self, number: signal.Signals) -> None:
@@ -188,6 +197,7 @@ class ThreadWorker(WorkerHandle):
             self._exit_code = -number
             self._is_abandoned.set()
             self._answers.clear()
+            self._room.release(MOST_UNREAD)
             self._frames.put(None)
             self._end()
 

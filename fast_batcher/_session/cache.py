@@ -105,7 +105,7 @@ class SingleFlight:
         except ConfigurationError as error:
             self._ledger.reject(request, error, "invalid input")
             return
-        except Exception:  # noqa: BLE001  it cannot be pickled; the session says so
+        except BaseException:  # noqa: BLE001  it cannot be pickled; the session says so
             self._session.accept(request)
             return
         settings = self._session.settings
@@ -136,7 +136,7 @@ class SingleFlight:
             try:
                 key = key_of(value)
                 hash(key)
-            except Exception as error:  # noqa: BLE001  the caller gets it
+            except BaseException as error:  # noqa: BLE001  the caller gets it
                 text = f"key: {error!r:.200} for an input of type {type(value)}"
                 raise ConfigurationError(text) from to_cause(error)
         method = None if request.group is None else request.group.method.name

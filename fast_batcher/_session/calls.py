@@ -197,9 +197,12 @@ async def _answer(future: concurrent.futures.Future[Any], call: Call) -> None:
         output = await call()
     except asyncio.CancelledError:
         error = NotReadyError("the event loop that served this call has ended")
-    except Exception as raised:  # noqa: BLE001  the thread gets it
+    except BaseException as raised:
         # Its frames would hold the future, and so the error itself.
         error = raised.with_traceback(None)
+        if not isinstance(raised, Exception):  # it ends the program, or the coroutine
+            _settle(future, output, error)
+            raise
     _settle(future, output, error)
 
 

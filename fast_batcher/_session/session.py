@@ -923,6 +923,9 @@ class LocalSession(Session):
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
         await self._wait_until_drained()
+        if self._is_stepped:  # the worker would finish them, and a stream may have no end
+            for batch in [*self.scheduler.workers.all_batches()]:
+                self.sender.skip(batch)
         self._fail_open_requests()
         await self.pool.aclose()
 

@@ -148,7 +148,7 @@ class Stream(Generic[ChunkT]):
         Raises as the iteration does, if no chunk is left. Cancellation: the request leaves.
         """
         queue = self._queue
-        if not (queue.chunks or queue.is_over):
+        while not (queue.chunks or queue.is_over):
             if queue.is_awaited:
                 raise RuntimeError("another task waits for a chunk of this stream")
             try:

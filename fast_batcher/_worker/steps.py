@@ -29,7 +29,7 @@ from fast_batcher._worker.loop import (
     judge,
 )
 from fast_batcher.errors import forget_frames, is_kind
-from fast_batcher.stepped import Done
+from fast_batcher.stepped import read_outcome
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -72,6 +72,8 @@ class StepLoop:
         self._copies = copies
         # The keys are batch ids, in order of arrival.
         self._newcomers: dict[int, BatchJob] = {}
+        # Newcomers, the oldest, with which `join` has raised: each joins alone.
+        self._apart = 0
         # States of the streams that have joined, by batch id in order of joining; and the ids of
         # the paused ones.
         self._states: dict[int, Any] = {}
@@ -164,13 +166,15 @@ class StepLoop:
     def _join(self) -> None:
         """Begin the oldest newcomers, as many as there are places."""
         count = min(self._room(), len(self._newcomers))
+        if count > 0 and self._apart:
+            count, self._apart = 1, self._apart - 1
         if count > 0:
             jobs = [self._newcomers.pop(found) for found in list(self._newcomers)[:count]]
             self._progress[BEGUN] = jobs[-1].batch_id + 1
             self._begin(jobs)
 
     def _begin(self, jobs: list[BatchJob]) -> None:
-        """Begin streams together; if that raises, each alone."""
+        """Begin streams together; if that raises, each alone, when there is room."""
         try:
             lend([piece for job in jobs for piece in job.pieces])
             inputs = [value for job in jobs for value in job.inputs]
@@ -181,11 +185,10 @@ class StepLoop:
             kind, failure = judge(error)
             forget_frames(error)
             if len(jobs) > 1 and kind != Kind.FATAL:
-                for job in jobs:
-                    self._begin([job])
-                return
-            for job in jobs:
-                self._fail(job.batch_id, kind, failure)
+                self._apart = len(jobs)
+                self._newcomers = {job.batch_id: job for job in jobs} | self._newcomers
+            else:
+                self._fail_all([job.batch_id for job in jobs], kind, failure)
             return
         finally:
             lend(())
@@ -195,6 +198,13 @@ class StepLoop:
                 self._fail(job.batch_id, *judge(state))
             else:
                 self._states[job.batch_id] = state
+
+    def _fail_all(self, batch_ids: list[int], kind: int, failure: SerializedError) -> None:
+        """End streams with an error; the parent ends the worker at the first FATAL frame."""
+        earlier = Kind.RAISED if kind == Kind.FATAL else kind
+        for batch_id in batch_ids[:-1]:
+            self._fail(batch_id, earlier, failure)
+        self._fail(batch_ids[-1], kind, failure)
 
     def _fail(self, batch_id: int, kind: int, failure: SerializedError) -> None:
         """End a stream with an error."""
@@ -216,8 +226,7 @@ class StepLoop:
         except BaseException as error:  # noqa: BLE001  as in `BatchLoop.compute`
             kind, failure = judge(error)
             forget_frames(error)
-            for batch_id in running:
-                self._fail(batch_id, kind, failure)
+            self._fail_all(running, kind, failure)
             return
         self._send(running, outcomes, began)
 
@@ -227,11 +236,8 @@ class StepLoop:
         chunks: list[Any] = []
         ended: list[int] = []
         for batch_id, outcome in zip(running, outcomes, strict=True):
-            chunk = outcome
-            if type(outcome) is Done:
-                chunk = outcome.chunk
-                ended.append(batch_id)
-            elif is_kind(outcome, BaseException):
+            chunk, is_last = read_outcome(outcome)
+            if is_last:
                 ended.append(batch_id)
             if chunk is not None:
                 heard.append(batch_id)

@@ -235,15 +235,19 @@ async def test_error_is_not_cached() -> None:
 @pytest.mark.slow
 async def test_custom_keys_and_inputs_without_key() -> None:
     def key(value: Any) -> Any:
+        if "panic" in value:
+            raise BaseException("as an extension in Rust does")
         return value["id"]
 
     async with DynBatcher(Slow, model_args=(0.0,), cache=LRUCache(9), key=key) as batcher:
         assert await batcher.process_batched({"id": 1, "text": "one"}) == {"id": 1, "text": "one"}
         assert await batcher.process_batched({"id": 1, "text": "two"}) == {"id": 1, "text": "one"}
-        wrongs: list[dict[str, Any]] = [{}, {"id": []}]
+        wrongs: list[dict[str, Any]] = [{}, {"id": []}, {"panic": 1}]
         for wrong in wrongs:
             with pytest.raises(ConfigurationError, match=r"key: .*for an input of type"):
                 await batcher.process_batched(wrong)
+            with pytest.raises(ConfigurationError, match=r"key: .*for an input of type"):
+                await asyncio.wrap_future(batcher.submit(wrong))
     async with DynBatcher(Slow, model_args=(0.0,), cache=LRUCache(9)) as batcher:
         with pytest.raises(UnsendableValueError):
             await batcher.process_batched(lambda: None)

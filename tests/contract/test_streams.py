@@ -27,6 +27,7 @@ from fast_batcher import (
     QueueFullError,
     SlowReaderError,
     SteppedModel,
+    StreamedModel,
     WorkerLostError,
 )
 from fast_batcher.caching import LRUCache
@@ -283,6 +284,125 @@ async def test_errors_before_the_first_chunk_come_from_the_call() -> None:
         await DynBatcher(Slow).stream(1)
     with pytest.raises(ConfigurationError, match="max_latency"):
         DynBatcher(Counter, max_latency=1.0)
+
+
+def names(chunks: list[Any]) -> list[Any]:
+    """Return the chunks of a `Fixed` without the size of their batch, and the type of an error."""
+    return [
+        chunk.partition(" ")[0] if isinstance(chunk, str) else Refused
+        for chunk in chunks
+        if isinstance(chunk, str | Refused)
+    ]
+
+
+@one_loop
+@every_worker
+async def test_a_refused_fixed_batch_is_computed_one_by_one(workers: Any) -> None:
+    plans = [Plan("a", 3), Plan("b", 3, 0, "join"), Plan("c", 2), Plan("d", 4)]
+    async with DynBatcher(Fixed, workers=workers, max_batch_size=4) as batcher:
+        outcomes = await asyncio.gather(*[read(batcher, plan) for plan in plans])
+    assert [*map(names, outcomes)] == [whole(plans[0]), [Refused], *map(whole, plans[2:])]
+
+
+@one_loop
+@every_worker
+@pytest.mark.parametrize("what", ["", "raise"])
+async def test_a_slow_reader_of_a_fixed_batch_misses_nothing(what: str, workers: Any) -> None:
+    """Neither the chunks before the end, nor the error behind them."""
+    slow, quick = Plan("slow", 4000, 3000, what), Plan("quick", 2500)
+    async with DynBatcher(Fixed, workers=workers, timeout=LIMIT) as batcher:
+        stream, other = await asyncio.gather(batcher.stream(slow), batcher.stream(quick))
+        assert names([chunk async for chunk in other]) == whole(quick)
+        chunks: list[Any] = []
+        try:
+            async for chunk in stream:
+                chunks += [chunk]
+        except Refused as error:
+            chunks += [error]
+        expected: list[Any] = [*whole(slow)[:2999], Refused] if what else whole(slow)
+        assert names(chunks) == expected
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_worker
+async def test_a_generator_ends_with_its_last_stream(workers: Any) -> None:
+    async with DynBatcher(Fixed, workers=workers, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS))
+        await stream.aclose()
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_worker
+async def test_closing_ends_streams_that_have_no_end(workers: Any) -> None:
+    """The model's `leave` and `close` are called; the workers are not killed."""
+    options: dict[str, Any] = {"drain_timeout": 0.1, "stop_timeout": LIMIT, "workers": workers}
+    async with DynBatcher(Counter, model_args=(0.001,), **options) as batcher:
+        running = await batcher.stream(Plan("long", ENDLESS))
+        paused = await batcher.stream(Plan("paused", ENDLESS))
+        reading = asyncio.create_task(_exhaust(running))
+        await until(lambda: paused._queue.is_paused)
+        await asyncio.wait_for(batcher.aclose(), LIMIT / 2)
+        for ended in (reading, asyncio.create_task(_exhaust(paused))):
+            with pytest.raises(BatcherClosedError):
+                await ended
+
+
+@one_loop
+async def test_a_lost_device_fails_all_streams_of_the_step() -> None:
+    async with DynBatcher(Counter) as batcher:
+        outcomes = await asyncio.gather(
+            *[read(batcher, Plan(f"p{number}", 9)) for number in range(3)],
+            read(batcher, Plan("f", 9, 3, "fatal")),
+        )
+        for chunks in outcomes:
+            assert isinstance(chunks[-1], InferenceError)
+            assert "device-side assert" in str(chunks[-1])
+        assert await read(batcher, Plan("p", 2)) == ["p:1", "p:2"]
+        assert batcher.stats.restarts == 1
+
+
+class Careless(SteppedModel[int, int]):
+    """Ends its streams by the class `Done`, and refuses 0 in `join`."""
+
+    def join(self, inputs: list[int]) -> list[Any]:
+        return [value or ValueError("0") for value in inputs]
+
+    def step(self, states: list[int]) -> list[Any]:
+        return [Done if value > 1 else Last(value) for value in states]
+
+
+class Last(Done[int]):
+    """An end of the model's own."""
+
+
+@pytest.mark.parametrize("inputs", [[0, 1, 2], [2, 1]])
+def test_whole_answers_have_errors_in_their_places(inputs: list[int]) -> None:
+    outcomes = Careless().infer(inputs)
+    kinds = {0: ValueError, 2: TypeError}
+    for value, outcome in zip(inputs, outcomes, strict=True):
+        assert outcome == [1] if value == 1 else isinstance(outcome, kinds[value])
+
+
+@one_loop
+async def test_careless_ends_of_streams_are_ends() -> None:
+    async with DynBatcher(Careless, workers="threads") as batcher:
+        assert [chunk async for chunk in await batcher.stream(1)] == [1]
+        with pytest.raises(TypeError, match="the class Done; return an instance"):
+            await batcher.stream(2)
+
+
+class NoGenerator(StreamedModel[int, int]):
+    """Returns all parts at once."""
+
+    def infer_stream(self, inputs: list[int]) -> Any:
+        return [[0 for _ in inputs]]
+
+
+def test_a_streamed_model_without_a_generator_is_told() -> None:
+    with pytest.raises(TypeError, match="object of type list: write it as a generator"):
+        NoGenerator().infer([1])
 
 
 @one_loop

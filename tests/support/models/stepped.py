@@ -27,9 +27,9 @@ class Refused(Exception):
 class Counter(SteppedModel[Plan, Any]):
     """Counts the steps of each plan: the chunks are "name:1", "name:2" and so on.
 
-    A plan may refuse to join ("join"); fail alone ("fail") or with all others ("raise"); give an
-    unpicklable ("lambda") or no chunk ("none"); give no chunk after this one ("silent"); kill the
-    worker ("kill"); or end without a last chunk ("end").
+    A plan may refuse to join ("join"); fail alone ("fail") or with all others ("raise"), also for
+    good ("fatal"); give an unpicklable ("lambda") or no chunk ("none"); give no chunk after this
+    one ("silent"); kill the worker ("kill"); or end without a last chunk ("end").
     """
 
     def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
@@ -55,31 +55,57 @@ class Counter(SteppedModel[Plan, Any]):
         plan, count = state
         if plan.name == "balance":
             return Done(self.joined - self.left)
-        chunk: Any = f"{plan.name}:{count}"
         if plan.what == "silent" and count > plan.at:
             return None
-        if count == plan.at:
-            if plan.what == "fail":
-                return Refused(plan.name)
-            if plan.what == "raise":
-                raise Refused(plan.name)
-            if plan.what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if plan.what == "end":
-                return Done()
-            chunk = {"lambda": lambda: None, "none": None}.get(plan.what, chunk)
+        chunk = f"{plan.name}:{count}"
+        if count == plan.at and plan.what:
+            return self._act(plan, chunk)
         return Done(chunk) if count >= plan.length else chunk
+
+    def _act(self, plan: Plan, chunk: str) -> Any:
+        if plan.what == "raise":
+            raise Refused(plan.name)
+        if plan.what == "fatal":
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        if plan.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        outcomes = {"fail": Refused(plan.name), "end": Done(), "lambda": lambda: None, "none": None}
+        outcome = outcomes.get(plan.what, chunk)
+        return outcome if plan.at < plan.length or type(outcome) is Done else Done(outcome)
 
     def leave(self, states: list[Any]) -> None:
         self.left += len(states)
 
 
 class Fixed(StreamedModel[Plan, str]):
-    """The same for a batch that stays as it is; the chunk also tells the size of the batch."""
+    """The same for a batch that stays as it is; the chunk also tells the size of the batch.
+
+    A plan may refuse the batch ("join"), or end all streams of its batch ("raise").
+    """
+
+    def __init__(self, base: float = 0.0) -> None:
+        self._base = base
+        # Generators that have begun and not ended.
+        self.live = 0
 
     def infer_stream(self, inputs: list[Plan]) -> Iterator[list[Any]]:
-        for count in range(1, max(plan.length for plan in inputs) + 1):
-            yield [
-                (Done if count == plan.length else str)(f"{plan.name}:{count} of {len(inputs)}")
-                for plan in inputs
-            ]
+        if any(plan.what == "join" for plan in inputs):
+            raise Refused("not this batch")
+        return self._spell(inputs)
+
+    def _spell(self, inputs: list[Plan]) -> Iterator[list[Any]]:
+        self.live += 1
+        try:
+            for count in range(1, max(plan.length for plan in inputs) + 1):
+                time.sleep(self._base)
+                if any((plan.what, plan.at) == ("raise", count) for plan in inputs):
+                    raise Refused("no further")
+                yield [self._count(plan, count, len(inputs)) for plan in inputs]
+        finally:
+            self.live -= 1
+
+    def _count(self, plan: Plan, count: int, size: int) -> Any:
+        if plan.name == "balance":
+            return Done(self.live)
+        chunk = f"{plan.name}:{count} of {size}"
+        return Done(chunk) if count == plan.length else chunk
