@@ -232,11 +232,15 @@ async def test_error_is_not_cached() -> None:
         assert counts(batcher)[:3] == (0, 2, 2)
 
 
+class Panic(BaseException):
+    """An error of an extension in Rust."""
+
+
 @pytest.mark.slow
 async def test_custom_keys_and_inputs_without_key() -> None:
     def key(value: Any) -> Any:
         if "panic" in value:
-            raise BaseException("as an extension in Rust does")
+            raise Panic
         return value["id"]
 
     async with DynBatcher(Slow, model_args=(0.0,), cache=LRUCache(9), key=key) as batcher:
