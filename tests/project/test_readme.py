@@ -115,6 +115,13 @@ def test_the_first_command_serves_the_first_program() -> None:
     assert SAVED["app.py"] == PROGRAMS[0]
 
 
+# A path of some apps, and the text of the answer.
+ANSWERS = {
+    "chain:app": ("/shout-words/hello-world", '["HELLO!","WORLD!"]'),
+    "chunks:app": ("/events/ab", "data: a\n\ndata: b\n\n"),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("app", APPS)
 def test_an_installed_package_serves_each_app(app: str, installed: str, saved: Path) -> None:
@@ -141,8 +148,9 @@ def test_an_installed_package_serves_each_app(app: str, installed: str, saved: P
             assert len(scores) == 3
             assert sum(scores) == pytest.approx(1)
             assert client.post("/scores", json={**item, "temperature": 0}).status_code == 422
-        elif app == "chain:app":
-            assert client.get("/shout-words/hello-world").json() == ["HELLO!", "WORLD!"]
+        elif app in ANSWERS:
+            path, text = ANSWERS[app]
+            assert client.get(path).text == text
         else:
             assert client.get("/shout/hello").json() == "HELLO!"
         if app == "shared:app":
