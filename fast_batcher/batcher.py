@@ -26,7 +26,7 @@ from contextlib import (
 from contextvars import Context
 from secrets import token_hex
 from threading import get_ident
-from typing import Any, Generic, NoReturn, Self, TypeVar, Unpack, cast, overload
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
@@ -142,8 +142,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             other limit replaces a worker that computes.
         auto_open: Whether the first awaited call opens a new batcher.
         name: Printable name for logs and health checks. Default the model's name.
-        cost: Function that returns the cost of an input, for example its number of tokens: above 0,
-            at most 1e15. Batches are then formed of inputs with similar costs. The function is
+        cost: Function that returns the cost of an input, for example its number of tokens: 1e-9
+            to 1e15. Batches are then formed of inputs with similar costs. The function is
             called once per input on the event loop's thread, so it must be quick, and sees the
             context variables (`contextvars`) of the call. Default the model's `cost`, if its class
             has a static or class method of that name.
@@ -347,9 +347,32 @@ class DynBatcher(Generic[InputT, OutputT]):
         await stream.wait()
         return stream
 
+    @overload
     async def process_many(
-        self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0
-    ) -> list[OutputT]:
+        self,
+        values: Iterable[InputT],
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        return_exceptions: Literal[False] = False,
+    ) -> list[OutputT]: ...
+    @overload
+    async def process_many(
+        self,
+        values: Iterable[InputT],
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        return_exceptions: bool,
+    ) -> list[OutputT | BatcherError]: ...
+    async def process_many(
+        self,
+        values: Iterable[InputT],
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
         """Wait for the outputs of many inputs, in their order.
 
         A few batches of inputs are queued at a time, so that other callers are served, too. Each
@@ -360,22 +383,26 @@ class DynBatcher(Generic[InputT, OutputT]):
                 A single input is rejected: a text, a mapping, a table, a named tuple.
             timeout: As for `process_batched`, for all inputs together.
             priority: As for `process_batched`, for each input.
+            return_exceptions: Whether an input that fails has its error in the place of its output,
+                and the others are computed, as in `asyncio.gather`.
 
         Raises:
             ConfigurationError: `values` is a single input.
-            BatcherError: The errors of `process_batched`. The first input that fails ends the call,
-                also if it was rejected because of `max_latency`; the other inputs are cancelled.
+            BatcherError: The errors of `process_batched`. Without `return_exceptions` the first
+                input that fails ends the call, also if it was rejected because of `max_latency`;
+                the other inputs are cancelled.
 
         Cancellation: safe at any time; all inputs are cancelled.
         """
-        return await self._call_many(values, timeout, priority)
+        return await self._call_many(values, timeout, priority, None, return_exceptions)
 
     async def _call_many(
         self,
         values: Iterable[Any],
         timeout: float | None,
         priority: int,
-        method: str | None = None,
+        method: str | None,
+        return_exceptions: bool,
     ) -> list[Any]:
         """Wait for the outputs of many inputs of one method; see `process_many`."""
         if is_one_value(values):
@@ -391,6 +418,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             timeout=timeout,
             priority=priority,
             method=method,
+            return_exceptions=return_exceptions,
         )
 
     async def process_rows(

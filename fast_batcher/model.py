@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, overload
 from fast_batcher._arrays.collation import Collation
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import BATCH_SIZE, find_misspelt
+from fast_batcher.types import Rows
 
 # Attribute of marked functions.
 MARK = "_fast_batcher_method"
@@ -127,7 +128,7 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
             cls.infer = no_infer  # type: ignore[method-assign]
 
     @abstractmethod
-    def infer(self, inputs: list[InputT]) -> Sequence[OutputT | Exception]:
+    def infer(self, inputs: list[InputT]) -> Sequence[OutputT | Exception] | Rows:
         """Compute one batch.
 
         Args:

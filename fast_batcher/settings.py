@@ -183,10 +183,18 @@ def _check_function(name: str, value: object) -> None:
         raise ConfigurationError(f"{name}={value!r}: it is async; write a plain def")
 
 
+# Costs of an input, and of a batch of a million of them. Sums, products and ratios of costs over a
+# whole queue must stay finite and above 0. No useful unit of cost needs more.
+LEAST_COST, MOST_COST = 1e-9, 1e15
+MOST_BATCH_COST = 1e21
+
+
 def _check_cost_limit(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < inf:  # type: ignore[operator]  # a number by then
-        raise ConfigurationError(f"{name}={value!r:.100}: give a finite number above 0")
+    if not is_number or not LEAST_COST <= value <= MOST_BATCH_COST:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: give a number from {LEAST_COST:g} to {MOST_BATCH_COST:g}"
+        )
 
 
 def _check_rss(name: str, value: object) -> None:
@@ -243,7 +251,7 @@ SECONDS_OR_ZERO = duration(zero_allowed=True)
 SWITCH = Range("True or False", _check_switch)
 LABEL = Range("printable text", _check_label)
 FUNCTION = Range("function of one input", _check_function)
-COST_LIMIT = Range("above 0", _check_cost_limit)
+COST_LIMIT = Range("1e-9 to 1e21", _check_cost_limit)
 OBSERVERS = Range("list of `Observer`", _check_observers)
 CACHE = Range("object with `get(key)` and `set(key, value)`", _check_cache)
 
@@ -336,7 +344,7 @@ class Settings:
     cost: Annotated[
         Callable[[Any], float] | None,
         FUNCTION,
-        "Cost of an input, for example its number of tokens: above 0, at most 1e15.",
+        "Cost of an input, for example its number of tokens: 1e-9 to 1e15.",
     ] = None
     group_by: Annotated[
         Callable[[Any], Hashable] | None,

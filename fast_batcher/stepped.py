@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher.errors import is_kind
 from fast_batcher.model import InferenceModel, InputT
+from fast_batcher.types import Rows
 
 ChunkT = TypeVar("ChunkT")
 
@@ -64,7 +65,7 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
         """
 
     @abstractmethod
-    def step(self, states: list[Any]) -> Sequence[ChunkT | Done[ChunkT] | Exception | None]:
+    def step(self, states: list[Any]) -> Sequence[ChunkT | Done[ChunkT] | Exception | None] | Rows:
         """Compute one step of all running streams.
 
         Args:
@@ -108,7 +109,7 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
 class _StreamedBatch:
     """A batch of a `StreamedModel`, and the parts that its streams have not taken yet."""
 
-    def __init__(self, parts: Iterator[Sequence[Any]], count: int) -> None:
+    def __init__(self, parts: Iterator[Any], count: int) -> None:
         self._parts = parts
         self._count = count
         # The streams that have not left, by position in the batch. A stream that is paused takes
@@ -148,7 +149,7 @@ class StreamedModel(SteppedModel[InputT, ChunkT]):
     @abstractmethod
     def infer_stream(
         self, inputs: list[InputT]
-    ) -> Iterator[Sequence[ChunkT | Done[ChunkT] | Exception | None]]:
+    ) -> Iterator[Sequence[ChunkT | Done[ChunkT] | Exception | None] | Rows]:
         """Yield, for each step of one batch, what `step` returns for all of its inputs.
 
         What it yields for a stream that is done is ignored. The streams that are left are done when

@@ -82,6 +82,20 @@ class BatchProcessorStats:
     late_errors: int = 0
 
 
+class Rows(Protocol):
+    """An array or tensor whose first axis is the batch, as `infer` may return it."""
+
+    @property
+    def shape(self) -> Any:
+        """The length of each axis."""
+
+    def __len__(self) -> int:
+        """Return the length of the first axis."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return a row."""
+
+
 class CachedNone(Enum):
     """Stored value for an output that is None, because `get` returns None for a miss.
 

@@ -6,14 +6,14 @@ import math
 from asyncio import get_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, Literal, overload
 
-from fast_batcher._core.values import Request
+from fast_batcher._core.values import Request, settle
 from fast_batcher._process import monotonic
 from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.life import LoopBinding
 from fast_batcher._session.session import Session
-from fast_batcher.errors import ConfigurationError, NotReadyError
+from fast_batcher.errors import BatcherError, ConfigurationError, NotReadyError
 from fast_batcher.model import InputT, OutputT
 from fast_batcher.settings import Settings, checked_priority, checked_timeout
 
@@ -31,6 +31,75 @@ def set_options(request: Request, timeout: float | None, priority: int) -> None:
     request.priority = checked_priority(priority)
 
 
+class _ManyCalls:
+    """The calls of one `process_many`, and the outputs so far."""
+
+    def __init__(
+        self,
+        find_calls: Callable[[], Session | SingleFlight],
+        most_in_flight: int,
+        method: str | None,
+        *,
+        return_exceptions: bool,
+    ) -> None:
+        self._find_calls = find_calls
+        self._most = most_in_flight
+        self._method = method
+        self._return_exceptions = return_exceptions
+        # What has taken the last call.
+        self._calls: Session | SingleFlight | None = None
+        self._in_flight: deque[Request] = deque()
+        self.outputs: list[Any] = []
+
+    async def make_room(self, request: Request) -> None:
+        """Wait until the queue has room for the next request, while any is in flight."""
+        while self._in_flight:
+            is_room = len(self._in_flight) < self._most
+            if is_room and self._calls is not None and self._calls.has_room(request):
+                return
+            await self.take_output()
+
+    def send(self, request: Request) -> None:
+        """Accept the next request."""
+        try:
+            calls = self._calls = self._find_calls()
+            request.group = None if self._method is None else calls.methods[self._method].group
+            calls.accept(request)
+        except BatcherError as error:  # the batcher takes no calls
+            if not self._return_exceptions:
+                raise
+            settle(request)
+            request.caller.set_exception(error)
+        self._in_flight.append(request)
+
+    async def finish(self) -> None:
+        """Wait for the outputs that are missing."""
+        while self._in_flight:
+            await self.take_output()
+
+    async def take_output(self) -> None:
+        """Wait for the output of the oldest request in flight."""
+        try:
+            output = await self._in_flight[0].caller
+        except Exception as error:
+            if not self._return_exceptions:
+                raise
+            output = error.with_traceback(None)  # its frames would hold the other outputs
+        self.outputs.append(output)
+        self._in_flight.popleft()
+
+    def abandon(self) -> None:
+        """Cancel the requests in flight."""
+        for request in self._in_flight:
+            if self._calls is not None:
+                self._calls.abandon(request)
+            if request.caller.done() and not request.caller.cancelled():
+                request.caller.exception()  # mark as retrieved, so that asyncio does not log it
+            del request
+        # An error holds this frame, which must not hold the error.
+        self._in_flight.clear()
+
+
 async def process_many(
     find_calls: Callable[[], Session | SingleFlight],
     values: Iterable[Any],
@@ -39,6 +108,7 @@ async def process_many(
     timeout: float | None,
     priority: int,
     method: str | None = None,
+    return_exceptions: bool = False,
 ) -> list[Any]:
     """Wait for the outputs of many inputs, in their order.
 
@@ -52,9 +122,7 @@ async def process_many(
     batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1
     most_in_flight = batches * settings.batch_limit * settings.most_workers
     loop = get_running_loop()
-    outputs: list[Any] = []
-    in_flight: deque[Request] = deque()
-    calls: Session | SingleFlight | None = None
+    many = _ManyCalls(find_calls, most_in_flight, method, return_exceptions=return_exceptions)
     try:
         for value in values:
             request = Request(value, loop.create_future(), deadline)
@@ -62,32 +130,18 @@ async def process_many(
             request.priority = priority
             if timeout is None:
                 request.target = math.inf  # the default timeout is no target
-            while calls and in_flight:
-                if len(in_flight) < most_in_flight and calls.has_room(request):
-                    break
-                outputs.append(await in_flight[0].caller)
-                in_flight.popleft()
-            calls = find_calls()
-            request.group = None if method is None else calls.methods[method].group
-            calls.accept(request)
-            in_flight.append(request)
-        while calls and in_flight:
-            outputs.append(await in_flight[0].caller)
-            in_flight.popleft()
-    finally:
-        for request in in_flight:
-            assert calls is not None, "it has accepted them"
-            calls.abandon(request)
-            if request.caller.done() and not request.caller.cancelled():
-                request.caller.exception()  # mark as retrieved, so that asyncio does not log it
+            await many.make_room(request)
+            many.send(request)
             del request
-        # An error holds this frame, which must not hold the error.
-        in_flight.clear()
-    return outputs
+        await many.finish()
+    finally:
+        many.abandon()
+    return many.outputs
 
 
-# Waits for the outputs of many inputs; called with values, timeout, priority and method.
-CallMany = Callable[[Iterable[Any], float | None, int, str], Coroutine[Any, Any, list[Any]]]
+# Waits for the outputs of many inputs; called with values, timeout, priority, method, and whether
+# errors are returned.
+CallMany = Callable[[Iterable[Any], float | None, int, str, bool], Coroutine[Any, Any, list[Any]]]
 
 
 class BatchMethod(Generic[InputT, OutputT]):
@@ -101,14 +155,37 @@ class BatchMethod(Generic[InputT, OutputT]):
         self, value: InputT, *, timeout: float | None = None, priority: int = 0
     ) -> OutputT:
         """Wait for the method's output for one input, as `DynBatcher.process_batched` does."""
-        (output,) = await self._call_many([value], timeout, priority, self._name)
+        (output,) = await self._call_many([value], timeout, priority, self._name, False)
         return output  # type: ignore[no-any-return]
 
+    @overload
     async def process_many(
-        self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0
-    ) -> list[OutputT]:
+        self,
+        values: Iterable[InputT],
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        return_exceptions: Literal[False] = False,
+    ) -> list[OutputT]: ...
+    @overload
+    async def process_many(
+        self,
+        values: Iterable[InputT],
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        return_exceptions: bool,
+    ) -> list[OutputT | BatcherError]: ...
+    async def process_many(
+        self,
+        values: Iterable[InputT],
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
         """Wait for the outputs of many inputs, in their order; see `DynBatcher.process_many`."""
-        return await self._call_many(values, timeout, priority, self._name)
+        return await self._call_many(values, timeout, priority, self._name, return_exceptions)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r}>"

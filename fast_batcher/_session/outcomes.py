@@ -25,13 +25,9 @@ from fast_batcher.errors import (
     RequestTooLargeError,
     SlowReaderError,
 )
-from fast_batcher.settings import Settings
+from fast_batcher.settings import LEAST_COST, MOST_COST, Settings
 
 logger = logging.getLogger("fast_batcher")
-
-# Sums and products of costs over a whole queue must stay finite. No useful unit of cost reaches
-# this value.
-MOST_COST = 1e15
 
 
 class CostEvaluator:
@@ -92,12 +88,12 @@ class CostEvaluator:
             number = float(cost) if is_number else math.nan  # type: ignore[arg-type]
         except (OverflowError, ValueError, TypeError):
             number = math.nan
-        if not 0 < number <= MOST_COST:
+        if not LEAST_COST <= number <= MOST_COST:
             # Anything but a number may be the input itself, which must not be logged.
             shown = f"{cost!r:.100}" if is_number else f"a {type(cost).__qualname__}"
             raise ConfigurationError(
-                f"cost returned {shown}: it must return a number above 0, at most {MOST_COST:g}, "
-                "for every input"
+                f"cost returned {shown}: it must return a number from {LEAST_COST:g} to "
+                f"{MOST_COST:g} for every input"
             )
         if self._max_request_cost is not None and number > self._max_request_cost:
             raise RequestTooLargeError(

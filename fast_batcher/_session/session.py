@@ -287,7 +287,7 @@ class LocalSession(Session):
         self._reports = Reports(self._name, settings)
         evaluator = self._make_evaluator(methods)
         self._evaluate = None if evaluator is None else evaluator.evaluate
-        self.scheduler = _make_scheduler(
+        self.scheduler = make_scheduler(
             settings, methods, self._make_policy(settings), is_stepped=self._is_stepped
         )
         self.memory = self._open_memory()
@@ -958,7 +958,7 @@ class LocalSession(Session):
                 self._ledger.fail(request, error, "closed" if is_closed else "broken")
 
 
-def _make_scheduler(
+def make_scheduler(
     settings: Settings, methods: Sequence[Method], policy: Policy, *, is_stepped: bool
 ) -> Scheduler:
     packer = None

@@ -33,14 +33,9 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fast_batcher._arrays.tensors import is_plain_tensor, is_volatile, rebuild_tensor, view_tensor
 from fast_batcher._process import at_fork
 from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, Ranges, copy_buffer, round_up
-from fast_batcher._transport.pickling import (
-    is_plain_tensor,
-    is_volatile,
-    rebuild_tensor,
-    view_tensor,
-)
 from fast_batcher._transport.progress import make_shared_file, map_file, open_passed, punch
 
 if TYPE_CHECKING:
@@ -124,10 +119,7 @@ def view_bytes(value: Any) -> memoryview | None:
 
     The view keeps an array's memory. A tensor's may be freed meanwhile: see `VolatileBuffer`.
     """
-    if hasattr(value, "data_ptr"):
-        array = view_tensor(sys.modules["torch"], value)
-    else:
-        array = value.reshape(-1).view("u1")
+    array = view_tensor(value) if hasattr(value, "data_ptr") else value.reshape(-1).view("u1")
     return None if array is None else memoryview(array)
 
 

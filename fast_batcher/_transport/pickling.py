@@ -13,13 +13,13 @@ before it sends them.
 import copyreg
 import functools
 import io
-import math
 import pickle
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fast_batcher._arrays.tensors import reduce_tensor
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.channels import READ_SIZE
 from fast_batcher.errors import (
@@ -35,102 +35,6 @@ from fast_batcher.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-# Dtypes whose tensors can be made from any bytes. The list has only dtypes known to be safe: with
-# others, for example quantized ones, PyTorch reads memory that it does not own, and crashes. Names
-# that the installed PyTorch lacks are skipped.
-PLAIN_DTYPES = (
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
-
-
-@functools.cache
-def _plain_dtypes(torch: Any) -> frozenset[Any]:
-    return frozenset(getattr(torch, name) for name in PLAIN_DTYPES if hasattr(torch, name))
-
-
-def is_plain_tensor(torch: Any, tensor: Any) -> bool:
-    """Return whether dtype, shape and bytes in CPU memory describe a tensor completely."""
-    try:
-        return (
-            tensor.dtype in _plain_dtypes(torch)
-            and tensor.device.type == "cpu"
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-            and tensor.is_contiguous()
-            and tensor.dim() > 0
-            and not tensor.requires_grad
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            # Axes had names until PyTorch 2.12, each None without one.
-            and not any(getattr(tensor, "names", ()))
-            and not vars(tensor)
-            # A null address means that there is no storage. A storage may have been resized below
-            # the tensor's end: reading the tensor would read other memory of this process.
-            and tensor.data_ptr() != 0
-            and tensor.untyped_storage().nbytes()
-            >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
-        )
-    except (RuntimeError, TypeError, AttributeError):  # a kind of tensor that lacks one of these
-        return False
-
-
-class VolatileBuffer:
-    """Array interface to the bytes of a tensor, which its owner may free at any moment."""
-
-    def __init__(self, tensor: Any) -> None:
-        # This reference keeps the memory, unless the storage is resized.
-        self._tensor = tensor
-        data, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
-        self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
-
-
-def is_volatile(piece: memoryview) -> bool:
-    """Return whether the memory of this buffer may be freed while the buffer exists."""
-    return isinstance(getattr(piece.obj, "base", None), VolatileBuffer)
-
-
-def view_tensor(torch: Any, tensor: Any) -> Any:
-    """Return a NumPy array of the bytes of a plain tensor; None without NumPy."""
-    numpy: Any = sys.modules.get("numpy")
-    try:
-        # As bytes, because NumPy lacks some dtypes. Not with `tensor.numpy()`, after which the
-        # caller could never resize the tensor again.
-        return numpy.asarray(VolatileBuffer(tensor.view(torch.uint8)))
-    except (RuntimeError, TypeError, AttributeError):
-        return None
-
-
-def rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Make a tensor that views this buffer, and keeps a reference to it."""
-    import torch
-
-    if dtype not in _plain_dtypes(torch):
-        raise TypeError(f"a tensor of dtype {dtype} cannot be made of bytes")
-    size = memoryview(buffer).nbytes
-    expected = math.prod(shape) * dtype.itemsize
-    if size != expected:
-        raise ValueError(
-            f"a tensor of dtype {dtype} and shape {shape} has {expected} bytes: {size}"
-        )
-    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
-
 
 # Pickle and unpickle one object; unpickling copies it out of the body. Both ends run the same
 # Python, so the highest protocol is safe.
@@ -390,7 +294,7 @@ class OutOfBandPickler:
 
     def dumps(self, value: Any) -> bytes:
         """Pickle one value with all of its buffers in the stream."""
-        reducers = self._find_reducers() if self._makes_writable else None
+        reducers = self._find_reducers()
         if reducers is None:
             return pickle.dumps(value, PROTOCOL)
         file = io.BytesIO()
@@ -403,7 +307,11 @@ class OutOfBandPickler:
         """Return the reducers for arrays and tensors, None while neither library is loaded."""
         torch: Any = sys.modules.get("torch")
         if hasattr(torch, "Tensor") and torch.Tensor not in self._reducers:
-            self._reducers[torch.Tensor] = functools.partial(_reduce_tensor, torch, self._least)
+            # The model's gradients stay in the worker.
+            keeps_grad = self._makes_writable
+            self._reducers[torch.Tensor] = functools.partial(
+                reduce_tensor, torch, self._least, keeps_grad
+            )
         numpy: Any = sys.modules.get("numpy")
         if self._makes_writable and hasattr(numpy, "ndarray"):  # else it is being imported
             self._reducers[numpy.ndarray] = _reduce_array
@@ -479,7 +387,7 @@ def make_reducers(torch: Any) -> dict[type, Any]:
     """Make a dispatch table that reduces plain tensors to their bytes."""
     reducers = _Reducers()
     if hasattr(torch, "Tensor"):
-        reducers[torch.Tensor] = functools.partial(_reduce_tensor, torch, 0)
+        reducers[torch.Tensor] = functools.partial(reduce_tensor, torch, 0, False)
     return reducers
 
 
@@ -514,13 +422,3 @@ def _make_writable(function: "Callable[..., Any]", arguments: tuple[Any, ...]) -
     """Make an array, and copy it if it is read-only."""
     array = function(*arguments)
     return array if array.flags.writeable else array.copy(order="K")
-
-
-def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
-    """Reduce a large plain tensor to its buffer, and any other tensor as PyTorch does."""
-    if is_plain_tensor(torch, tensor) and tensor.nbytes >= least:
-        array = view_tensor(torch, tensor)
-        if array is not None:
-            shape = tuple(tensor.shape)
-            return rebuild_tensor, (pickle.PickleBuffer(array), tensor.dtype, shape)
-    return tensor.__reduce_ex__(PROTOCOL)

@@ -624,6 +624,24 @@ async def test_first_error_of_many_cancels_the_others() -> None:
         assert stats.submitted <= 4 + 2 * 2 + 2
 
 
+async def test_errors_of_many_stand_in_their_places() -> None:
+    async with DynBatcher(FailsPositions, 2) as batcher:
+        inputs = ["one", "bad", "three", *"x" * 50, "bad"]
+        outcomes = await batcher.process_many(inputs, return_exceptions=True)
+        assert [type(outcome) is str for outcome in outcomes] == [text != "bad" for text in inputs]
+        assert isinstance(outcomes[1], ValueError)
+        assert await batcher.process_many([], return_exceptions=True) == []
+        many = asyncio.create_task(
+            batcher.process_many(["a", "bad", *"x" * 50], return_exceptions=True)
+        )
+        await until(lambda: batcher.stats.submitted > len(inputs))
+        batcher.begin_drain()
+        first, second, *_, last = await many
+        assert (first, type(last)) == ("a", BatcherClosedError)
+        assert isinstance(second, ValueError)
+        assert_balance(batcher)
+
+
 class Bad(str):
     """An input that fails, and can be seen to go."""
 

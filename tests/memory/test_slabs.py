@@ -19,9 +19,9 @@ from forks import fork, status_of
 from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
+from fast_batcher._arrays.tensors import VolatileBuffer
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs, SlabViews
 from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, copy_buffer
-from fast_batcher._transport.pickling import VolatileBuffer
 from fast_batcher._transport.progress import WorkerProgress, open_passed
 
 MEBI = 2**20

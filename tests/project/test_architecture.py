@@ -74,8 +74,9 @@ CORE_MAY_IMPORT = {
 }
 MAY_IMPORT = {
     "_core": CORE_MAY_IMPORT,
-    # The libraries of arrays are used where they are loaded.
-    "_arrays": CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "sys")},
+    # The libraries of arrays are used where they are loaded. A tensor is read by its address.
+    "_arrays": CORE_MAY_IMPORT
+    | {*("ctypes", "functools", "importlib", "inspect", "pickle", "sys")},
 }
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "fastapi", "starlette", "uvloop"}
@@ -234,8 +235,8 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "configuration": {"errors", "settings"},
     "_devices": {"errors"},
     "ray": {"errors", "settings"},
-    "model": {"_arrays.collation", "errors", "settings"},
-    "stepped": {"_arrays.joining", "errors", "model"},
+    "model": {"_arrays.collation", "errors", "settings", "types"},
+    "stepped": {"_arrays.joining", "errors", "model", "types"},
     "_arrays": {"errors", "settings"},
 }
 

@@ -223,7 +223,10 @@ def test_each_option_is_complete() -> None:
     ("method", "signature"),
     [
         ("process_batched", "(self, value, *, timeout=None, priority=0)"),
-        ("process_many", "(self, values, *, timeout=None, priority=0)"),
+        (
+            "process_many",
+            "(self, values, *, timeout=None, priority=0, return_exceptions=False)",
+        ),
         ("submit", "(self, value, *, timeout=None, priority=0)"),
         ("open", "(self, *, wait_ready=True)"),
         ("aclose", "(self)"),

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, assert_type
 
+import numpy as np
+import torch
 from fastapi import FastAPI
 from starlette.routing import Route
 
@@ -189,6 +191,42 @@ spoken = DynBatcher(Speaker, workers="threads")
 assert_type(spoken, DynBatcher[str, list[bytes]])
 DynBatcher(Speaker, workers="thread")  # type: ignore[arg-type]
 
+
+class Embeds(InferenceModel[str, "np.ndarray[Any, Any]"]):
+    """Returns an array with a row per input."""
+
+    def infer(self, inputs: list[str]) -> np.ndarray[Any, Any]:
+        return np.zeros((len(inputs), 3))
+
+
+class EmbedsTensors(InferenceModel[str, torch.Tensor]):
+    """Returns a tensor with a row per input."""
+
+    def infer(self, inputs: list[str]) -> torch.Tensor:
+        return torch.zeros(len(inputs), 3)
+
+
+class Doubles(SteppedModel[float, float]):
+    """Returns the chunks of a step as an array."""
+
+    def join(self, inputs: list[float]) -> list[float]:
+        return inputs
+
+    def step(self, states: list[float]) -> np.ndarray[Any, Any]:
+        return 2 * np.array(states)
+
+
+class Returns(InferenceModel[str, int]):
+    """Returns no sequence of outputs."""
+
+    def infer(self, inputs: list[str]) -> int:  # type: ignore[override]
+        return len(inputs)
+
+
+assert_type(DynBatcher(EmbedsTensors), DynBatcher[str, torch.Tensor])
+DynBatcher(Embeds)
+DynBatcher(Doubles)
+
 options: BatcherOptions = {"max_restarts": 3, "max_shared_bytes": 0}
 assert_type(DynBatcher(Lengths, **options), DynBatcher[str, int])
 assert_type(DynBatcher(Lengths, cost=len, **options), DynBatcher[str, int])
@@ -203,6 +241,9 @@ async def calls() -> None:
     assert_type(await batcher.process_many(["a", "b"]), list[int])
     assert_type(await batcher.process_many(text for text in "ab"), list[int])
     assert_type(await batcher.process_many((), timeout=3), list[int])
+    errors = await batcher.process_many(["a"], return_exceptions=True)
+    assert_type(errors, list[int | BatcherError])
+    assert_type(await batcher.process_many(["a"], return_exceptions=False), list[int])
     assert_type(batcher.submit("text"), concurrent.futures.Future[int])
     assert_type(batcher.submit("text", timeout=1).result(), int)
     assert_type(await by_name.process_batched("text"), int)

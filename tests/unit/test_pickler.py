@@ -274,8 +274,11 @@ def make_tensors(torch: Any) -> dict[str, Any]:
     }
 
 
-# The others are pickled as torch does it.
-OUT_OF_BAND = {"plain", "half", "whole numbers", "flags", "complex", "parameter"}
+# The others are small, or pickled as torch does it.
+OUT_OF_BAND = {
+    *("plain", "half", "whole numbers", "flags", "complex", "parameter"),
+    *("part", "channels last", "with gradient"),
+}
 
 
 @pytest.mark.slow
@@ -290,7 +293,8 @@ def test_tensors_come_back_as_they_were(torch: Any) -> None:
             name in ("sparse", "part")
         ), name
         assert torch.equal(got.to_dense(), sent.to_dense()), name
-        assert got.requires_grad == sent.requires_grad
+        # An output leaves the model's gradients.
+        assert got.requires_grad == (sent.requires_grad and name == "parameter")
         assert vars(got) == vars(sent)
 
 
