@@ -9,7 +9,7 @@ OLDEST_FASTAPI := $(shell sed -n 's/^fastapi = \["fastapi>=\(.*\)"\]/\1/p' pypro
 # Those of whole servers are about uvicorn and others, which are as new as ever.
 FASTAPI_TESTS := $(filter-out %servers.py,$(wildcard tests/fastapi/test_*.py))
 # What a user may install; the other extras are of this repository.
-EXTRAS := fastapi,json,prometheus,cli,settings,opentelemetry,ray,torch
+EXTRAS := fastapi,json,prometheus,cli,opentelemetry,ray,torch
 # Where it is set, each of the thousands of processes that the tests start compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests that run side by side, on two cores: they wait for processes a third of the time.

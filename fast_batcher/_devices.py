@@ -233,7 +233,7 @@ def usable_cores() -> int:
 def read_quota(path: Path) -> float | None:
     """Read the cores that a cgroup v2 file ("max 100000", "150000 100000") allows, or None."""
     try:
-        quota, period = path.read_text().split()
+        quota, period = path.read_text(encoding="utf-8").split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None

@@ -203,7 +203,7 @@ def _is_child(pid: int, parent: int, session: int) -> bool:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:  # the process has ended
         return ""
 

@@ -22,6 +22,7 @@ from contextlib import (
     AbstractContextManager,
     asynccontextmanager,
     nullcontext,
+    suppress,
 )
 from contextvars import Context
 from secrets import token_hex
@@ -203,14 +204,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         # The names of the arguments, with their sources. Another option has its default.
         self._sources = dict.fromkeys(self._given, "code")
+        general: dict[str, Any] = {}
         # Most programs have none outside.
         if any(variable.startswith("FAST_BATCHER_") for variable in os.environ):
             from fast_batcher.configuration import find_options
 
-            for option, (value, source) in find_options(name or name_of(model)).items():
-                if option not in self._given:
-                    values[option], self._sources[option] = value, source
-        settings = self._settings = self._make_settings(values)
+            for option, (value, source, is_general) in find_options(name or name_of(model)).items():
+                if option in self._given:
+                    self._sources[option] = f"code, not {source}"
+                else:
+                    (general if is_general else values)[option] = value
+                    self._sources[option] = source
+        settings = self._settings = self._make_settings(values, general)
         self._model_class = model
         spec = self._check_model(model_args, model_kwargs)
         if spec.is_stepped:
@@ -849,7 +854,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         """The options in use, by name, each with its source.
 
         The source is "code", "default", "reconfigure", the name of an environment variable, or a
-        file and the place in it: see docs/settings.md, "Options from outside".
+        file and the place in it: see docs/settings.md, "Options from outside". If the code has
+        precedence over another source, it is "code, not" and that source.
         """
         return {
             name: SettingValue(getattr(self._settings, name), self._sources.get(name, "default"))
@@ -860,14 +866,30 @@ class DynBatcher(Generic[InputT, OutputT]):
         most, in_threads = self._settings.max_frame_bytes, self._settings.workers == "threads"
         return check_model(self._model_class, args, kwargs, most, in_threads=in_threads)
 
-    def _make_settings(self, values: Mapping[str, Any]) -> Settings:
+    def _make_settings(self, values: dict[str, Any], general: dict[str, Any]) -> Settings:
+        """Make the settings, with those options for all batchers that fit this one."""
+        with suppress(ConfigurationError):
+            return Settings(**{**values, **general})
         try:
-            return Settings(**values)
+            settings = Settings(**values)
         except ConfigurationError as error:
             for name, source in self._sources.items():
-                if source != "code":
+                if not source.startswith("code") and name not in general:
                     error.add_note(f"{name} is from {source}")
             raise
+        reasons: dict[str, ConfigurationError] = {}
+        for name in [*general] * 2:  # one may need another one
+            try:
+                settings = Settings(**{**values, name: general[name]})
+            except ConfigurationError as error:
+                reasons[name] = error
+            else:
+                reasons.pop(name, None)
+                values[name] = general[name]
+        for name, reason in reasons.items():
+            source = self._sources.pop(name)
+            logger.warning("%s is not used: it does not fit this batcher: %s", source, reason)
+        return Settings(**values) if reasons else settings
 
     @property
     def stats(self) -> BatcherStats:
@@ -905,6 +927,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             return session
         if not is_new:
             self._status.reject_call("it was not opened")  # draining without having been opened
+        overridden = [
+            f"{name} ({source})"
+            for name, source in self._sources.items()
+            if source.startswith("code, not ")
+        ]
+        if overridden:
+            logger.info("%s: options of the code count: %s", self.name, ", ".join(overridden))
         self._model.end_reload()  # of the previous session, if its event loop was closed meanwhile
         self._session = self._calls = session = self._make_session()
         cache = self._settings.cache

@@ -9,10 +9,13 @@ For a batcher named "reranker", the first one that is set counts:
     3. `max_batch_size` in [batchers.reranker] of the file, then at its top level
     4. the default
 
-FAST_BATCHER_CONFIG is the path of the file, TOML or YAML. All are read when a batcher is
-constructed. A name that is no option, and a value out of range, is an error with its source.
+FAST_BATCHER_CONFIG is the path of the file, TOML in UTF-8. All are read when a batcher is
+constructed. In a file a name that is no option is an error with its source; in the environment,
+which other programs set, too, only one that is close to an option. A value out of range is an
+error.
 """
 
+import logging
 import os
 import re
 import tomllib
@@ -23,6 +26,8 @@ from typing import Any, NamedTuple
 
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import OPTIONS, Option, suggest_parameter
+
+logger: logging.Logger = logging.getLogger("fast_batcher")
 
 PREFIX = "FAST_BATCHER_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
@@ -39,12 +44,20 @@ _SWITCHES = {
 _AVAILABLE = {name: option for name, option in OPTIONS.items() if option.types and name != "name"}
 
 
+# Variables that Kubernetes sets for each Service, here for one whose name begins with fast-batcher.
+_LINK = re.compile(
+    r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
 class Outside(NamedTuple):
     """A value that is not from the code."""
 
     value: Any
     # The variable, or the file and the place in it.
     source: str
+    # Whether it is for all batchers: it is used by those that it fits.
+    is_general: bool
 
 
 def find_options(batcher: str) -> dict[str, Outside]:
@@ -91,16 +104,25 @@ def _find_file() -> Path | None:
 
 def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tuple[str, Outside]]:
     """Yield options; those for one batcher last."""
-    label = _label_of(batcher)
+    label, unknown = _label_of(batcher), []
     # Shorter names first: those without the name of a batcher.
     for variable in sorted(environ, key=lambda name: (SEPARATOR in name, name)):
-        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+        bare = variable.removeprefix(PREFIX)
+        if bare == variable or variable == FILE_VARIABLE or _LINK.fullmatch(bare):
             continue
-        owner, _, name = variable.removeprefix(PREFIX).rpartition(SEPARATOR)
-        option = _find_option(name.lower(), variable, ["config"])
-        if owner in ("", label):
-            text = environ[variable]
-            yield option.name, Outside(_parse(option, text, variable), variable)
+        owner, _, name = bare.rpartition(SEPARATOR)
+        option = _AVAILABLE.get(name.lower())
+        if option is None:
+            reason = _describe_unknown(name.lower(), variable, ["config"])
+            if reason is not None:
+                raise ConfigurationError(reason)
+            unknown.append(variable)
+        elif owner in ("", label):
+            value = _parse(option, environ[variable], variable)
+            yield option.name, Outside(value, variable, not owner)
+    if unknown:
+        text = "%s: %s: no option of a batcher has such a name; it is not used"
+        logger.warning(text, batcher, ", ".join(unknown))
 
 
 def _read_file(path: Path, batcher: str) -> Iterator[tuple[str, Outside]]:
@@ -119,18 +141,16 @@ def _read_file(path: Path, batcher: str) -> Iterator[tuple[str, Outside]]:
                 if isinstance(value, str):
                     value = _parse(option, value, source)
                 _check(option, value, source)
-                yield option.name, Outside(value, source)
+                yield option.name, Outside(value, source, not place)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return the contents of a TOML or YAML file."""
+    """Return the contents of a TOML file."""
     try:
-        text = path.read_text()
-        data = _load_yaml(text) if path.suffix in (".yaml", ".yml") else tomllib.loads(text)
+        # Editors of Windows begin a file with a byte order mark.
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{FILE_VARIABLE}={str(path)!r}: {error}") from error
-    if not _is_table(data):
-        raise ConfigurationError(f"{path}: it must be a table of options, by name")
     return data
 
 
@@ -141,36 +161,30 @@ def _is_table(data: object, name: object = "") -> bool:
     return all(isinstance(one, str) for one in data)
 
 
-def _load_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ValueError(
-            "YAML needs PyYAML: pip install 'fast_batcher[settings]', or write the file as TOML"
-        ) from None
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
 def _label_of(name: str) -> str:
     """Return the name of a batcher as it is in a variable."""
-    return re.sub(r"\W+", "_", name).upper()
+    # One underscore for any run, because two separate the name from that of the option.
+    return re.sub(r"[\W_]+", "_", name).upper()
 
 
-def _find_option(name: str, source: str, others: Sequence[str] = ()) -> Option:
-    if name in _AVAILABLE:
-        return _AVAILABLE[name]
+def _find_option(name: str, source: str) -> Option:
+    if name not in _AVAILABLE:
+        reason = _describe_unknown(name, source)
+        raise ConfigurationError(reason or f"{source}: {name!r} is not an option of a batcher")
+    return _AVAILABLE[name]
+
+
+def _describe_unknown(name: str, source: str, others: Sequence[str] = ()) -> str | None:
+    """Describe the mistake in a name that is close to that of an option; None for another name."""
     if name in OPTIONS or name in ("model_args", "model_kwargs"):
-        raise ConfigurationError(f"{source}: {name} can only be given in the code")
+        return f"{source}: {name} can only be given in the code"
     option = next((one for one in _AVAILABLE if name.endswith(f"_{one}")), None)
     if source.startswith(PREFIX) and option is not None:
         start = source[: -len(option) - 1]
         hint = f". Did you mean {start}{SEPARATOR}{option.upper()}?"
     else:
         hint = suggest_parameter(name, [*_AVAILABLE, *others])
-    raise ConfigurationError(f"{source}: {name!r} is not an option of a batcher{hint}")
+    return f"{source}: {name!r} is not an option of a batcher{hint}" if hint else None
 
 
 def _parse(option: Option, text: str, source: str) -> Any:
@@ -179,6 +193,8 @@ def _parse(option: Option, text: str, source: str) -> Any:
     value: Any = text
     if option.is_optional and lowered in ("none", "null"):
         value = None
+    elif {bool, str} <= {*option.types} and lowered in ("none", "null"):
+        value = False  # of a switch that may be a name
     elif bool in option.types and lowered in _SWITCHES:
         value = _SWITCHES[lowered]
     elif list in option.types and "," in text:

@@ -282,7 +282,7 @@ def read_moments(path: Path) -> list[float]:
         TargetError: The file has something else.
     """
     try:
-        moments = sorted(float(line) for line in path.read_text().split())
+        moments = sorted(float(line) for line in path.read_text(encoding="utf-8").split())
     except (OSError, ValueError) as error:
         raise TargetError(f"{path}: {error}; write one moment in seconds in each line") from None
     if not all(map(isfinite, moments)):

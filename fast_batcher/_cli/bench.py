@@ -231,7 +231,7 @@ def _allow_connections(loads: Loads) -> None:
 
 def _read_run(path: Path) -> Run:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
         measurements = [
             LoadMeasurement(**{**one, "case": Case(**one["case"])}) for one in found["measurements"]
         ]
@@ -368,7 +368,7 @@ def _write_report(
         if str(json_file) == "-":
             sys.stdout.write(text)
         else:
-            json_file.write_text(text)
+            json_file.write_text(text, encoding="utf-8")
     if str(json_file) != "-":
         console = Console(highlight=False)
         _print_run(console, run)

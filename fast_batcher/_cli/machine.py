@@ -24,7 +24,6 @@ EXTRAS = {
     "prometheus": "prometheus-client",
     "opentelemetry": "opentelemetry-api",
     "ray": "ray",
-    "settings": "pyyaml",
 }
 # Faster, or read by the library where they are installed.
 OTHERS = ("uvloop", "uvicorn", "numpy", "torch", "orjson")
@@ -106,11 +105,11 @@ def _available_memory() -> int | None:
     """Return the bytes that are left to this process, by the machine and by its control group."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        most = int((CGROUP / "memory.max").read_text())
-        found.append(most - int((CGROUP / "memory.current").read_text()))
+        most = int((CGROUP / "memory.max").read_text(encoding="utf-8"))
+        found.append(most - int((CGROUP / "memory.current").read_text(encoding="utf-8")))
     return min(found, default=None)
 
 
@@ -118,7 +117,7 @@ def _check_core_count() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert cores is not None, "the system tells how many there are"
     with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        quota, period = (CGROUP / "cpu.max").read_text().split()
+        quota, period = (CGROUP / "cpu.max").read_text(encoding="utf-8").split()
         cores = min(cores, ceil(int(quota) / int(period)))
     threads = os.environ.get("OMP_NUM_THREADS")
     text = f"{cores} for this process"
@@ -137,7 +136,9 @@ def _check_gpus() -> Check:
         return Check("GPU", "good", "none; models run on the CPU")
     driver = "no driver was found"
     with contextlib.suppress(OSError, IndexError):
-        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+        driver = (
+            Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].strip()
+        )
     return Check("GPU", "good", f"{', '.join(gpus)}; {driver}")
 
 

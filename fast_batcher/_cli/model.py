@@ -163,7 +163,7 @@ def read_inputs(source: str) -> list[Any]:
 
 def _parse_inputs(path: Path) -> list[Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
         try:
             found = json.loads(text)
         except ValueError:

@@ -252,7 +252,7 @@ def read_start_time(pid: int) -> str | None:
     A pid and its start time name one process, for good. Systems without `/proc` tell none.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     # The name of the program comes before this, in parentheses, and may contain anything.

@@ -249,7 +249,7 @@ def _sweep(directory: Path, key: HostKey) -> None:
 def _read_facets(path: Path) -> dict[str, str]:
     """Return the facets of a host's key; none if its starter was killed before it wrote them."""
     with contextlib.suppress(OSError, ValueError):
-        facets: dict[str, str] = json.loads(_facets_of(path).read_text())
+        facets: dict[str, str] = json.loads(_facets_of(path).read_text(encoding="utf-8"))
         return facets
     return {}
 
@@ -257,7 +257,7 @@ def _read_facets(path: Path) -> dict[str, str]:
 def _read_record(path: Path) -> ProcessIdentity | None:
     """Return the identity of the host; None if the host has not begun to accept."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return ProcessIdentity(*json.loads(_record_of(path).read_text()))
+        return ProcessIdentity(*json.loads(_record_of(path).read_text(encoding="utf-8")))
     return None
 
 

@@ -114,10 +114,10 @@ class Stream(Generic[ChunkT]):
     """
 
     def __init__(
-        self, request: Request, queue: ChunkQueue, abandon: Callable[[Request], None], call: Any
+        self, request: Any, queue: Any, abandon: Callable[[Any], None], call: Callable[..., object]
     ) -> None:
-        self._request = request
-        self._queue = queue
+        self._request: Request = request
+        self._queue: ChunkQueue = queue
         self._abandon = abandon
         # Calls a function on the loop's thread, from any.
         self._call = call

@@ -23,7 +23,7 @@ from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, NeedsFileAndDies, Web
 from models.stages import InStages
-from sessions import Make, needs_pickling, own_directory
+from sessions import Make, frames_of, needs_pickling, own_directory
 from sessions import make as make_in_processes
 from sessions import make_any as make
 from waits import (
@@ -394,7 +394,8 @@ async def test_errors_of_every_kind_reach_the_caller(make: Make) -> None:
         assert (one, two) == ("one", "two")
         assert isinstance(bad, ValueError)
     # Each text takes 128 KiB, and all are too much for one frame.
-    async with make(Numbers, 64, max_frame_bytes=2**20, isolate_errors=False) as batcher:
+    limits = frames_of(make, 2**20)
+    async with make(Numbers, 64, isolate_errors=False, **limits) as batcher:
         calls = [call(batcher, "x" * 60_000) for _ in range(40)]
         errors = [await outcome(one) for one in calls]
         assert all(isinstance(one, ValueError) for one in errors)

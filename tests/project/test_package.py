@@ -132,7 +132,6 @@ USES = {
         "from fast_batcher.__main__ import run_command; run_command()",
         "fast-batcher needs the package typer",
     ),
-    "settings": ("from batchers import make; make()", "YAML needs PyYAML"),
     "ray": (OPENS, "workers=RayWorkers(...) needs Ray"),
 }
 # No part of the library needs it: a model does.
@@ -164,9 +163,7 @@ def test_missing_extra_is_named(extra: str, bare: str, tmp_path: Path) -> None:
         "def make():\n"
         f"    return DynBatcher(Same, workers={workers})\n"
     )
-    (tmp_path / "options.yaml").write_text("max_batch_size: 4\n")
-    environment = {"FAST_BATCHER_CONFIG": "options.yaml"} if extra == "settings" else {}
-    done = run_command([bare, "program.py"], cwd=tmp_path, env=environment)
+    done = run_command([bare, "program.py"], cwd=tmp_path, env={})
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1
     assert message in last

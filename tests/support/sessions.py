@@ -72,6 +72,12 @@ def make_any(request: pytest.FixtureRequest, own_directory: None) -> Iterator[Ma
         yield functools.partial(DynBatcher, **options)
 
 
+def frames_of(make: Any, most_bytes: int) -> dict[str, Any]:
+    """Return the option for the largest frame; threads have no frames."""
+    is_thread = make.keywords.get("workers") == "threads"
+    return {} if is_thread else {"max_frame_bytes": most_bytes}
+
+
 def needs_pickling(make: Any) -> None:
     """Skip a test for threads, which get inputs and outputs as they are."""
     if make.keywords.get("workers") == "threads":

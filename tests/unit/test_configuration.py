@@ -1,10 +1,13 @@
 """Options from the environment and from a file."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
+from programs import run_command
 
 from fast_batcher import ConfigurationError, DynBatcher, InferenceModel
 from fast_batcher.settings import OPTIONS
@@ -134,7 +137,7 @@ def test_code_wins_over_environment_over_file_over_default(
     used = {
         name: (setting.value, setting.source)
         for name, setting in batcher.settings.items()
-        if setting.source not in ("default", "code")
+        if not setting.source.startswith(("default", "code"))
     }
     assert used == {
         "max_batch_size": (1, f"{path}: max_batch_size"),
@@ -143,7 +146,7 @@ def test_code_wins_over_environment_over_file_over_default(
         "max_latency": (4, "FAST_BATCHER_RE_RANKER__MAX_LATENCY"),
     }
     # An argument counts although it equals the default.
-    assert batcher.settings["num_workers"] == (1, "code")
+    assert batcher.settings["num_workers"] == (1, "code, not FAST_BATCHER_NUM_WORKERS")
     assert batcher.settings["policy"] == ("adaptive", "default")
 
 
@@ -166,23 +169,57 @@ def test_a_change_while_running_has_its_source() -> None:
     assert batcher.settings["max_batch_size"] == (5, "reconfigure")
 
 
-def test_a_yaml_file_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "batchers.yaml"
-    path.write_text("batchers:\n  re-ranker:\n    max_batch_size: 100\n    timeout: null\n")
-    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
-    settings = construct().settings
-    assert settings["max_batch_size"] == (100, f"{path}: batchers.re-ranker.max_batch_size")
-    assert settings["timeout"] == (None, f"{path}: batchers.re-ranker.timeout")
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CR LF"])
+def test_files_are_utf_8_in_every_locale(start: bytes, end: str, tmp_path: Path) -> None:
+    path = tmp_path / "batchers.toml"
+    text = f'[batchers."r\u00e9ranker"]{end}max_batch_size = 7{end}'
+    path.write_bytes(start + text.encode())
+    program = (
+        "from fast_batcher import DynBatcher\n"
+        'print(DynBatcher("a:B", name="r\\u00e9ranker").settings["max_batch_size"].value)'
+    )
+    environment = {"FAST_BATCHER_CONFIG": str(path), "LC_ALL": "C", "PYTHONUTF8": "0"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONCOERCECLOCALE": "0", "PATH": ""}
+    done = run_command([sys.executable, "-c", program], env=environment)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
 
 
-@pytest.mark.parametrize("text", ["1: 2", "batchers:\n  1: {timeout: 2}", "batchers:\n  a: {1: 2}"])
-def test_names_of_yaml_files_are_texts(
-    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("name", ["my-model", "my--model", "my__model", "my model", "My.Model"])
+def test_names_of_batchers_have_no_two_underscores(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "batchers.yaml"
-    path.write_text(text)
-    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
-    assert "table" in refusal()
+    monkeypatch.setenv("FAST_BATCHER_MY_MODEL__MAX_BATCH_SIZE", "7")
+    assert DynBatcher(Echo, name=name).settings["max_batch_size"].value == 7
+
+
+def test_sharing_can_be_switched_off_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAST_BATCHER_SHARED", "none")
+    assert construct().settings["shared"] == (False, "FAST_BATCHER_SHARED")
+
+
+@pytest.mark.parametrize("service", ["", "API_", "MY_2ND_"])
+def test_variables_of_a_kubernetes_service_are_ignored(
+    service: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (
+        *("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP_METRICS", "PORT", "PORT_8000_TCP"),
+        *("PORT_8000_TCP_PROTO", "PORT_8000_TCP_PORT", "PORT_8000_TCP_ADDR", "PORT_53_UDP"),
+    ):
+        monkeypatch.setenv(f"FAST_BATCHER_{service}{name}", "tcp://10.0.0.1:8000")
+    construct()
+    assert caplog.messages == []
+
+
+def test_variables_unlike_any_option_are_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("HOME", "RELEASE", "RE_RANKER__COLOUR"):
+        monkeypatch.setenv(f"FAST_BATCHER_{name}", "1")
+    construct()
+    (message,) = caplog.messages
+    assert "FAST_BATCHER_HOME, FAST_BATCHER_RELEASE, FAST_BATCHER_RE_RANKER__COLOUR" in message
 
 
 @pytest.mark.parametrize(
@@ -238,8 +275,8 @@ def test_an_empty_file_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deeply_nested_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "batchers.yaml"
-    path.write_text("timeout: " + "[" * 5000)
+    path = tmp_path / "batchers.toml"
+    path.write_text("timeout = " + "[" * 5000)
     monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
     assert refusal().startswith(f"FAST_BATCHER_CONFIG='{path}': ")
 
@@ -247,7 +284,51 @@ def test_deeply_nested_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_contradicting_options_are_named_with_sources(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("FAST_BATCHER_POLICY", "fixed")
+    monkeypatch.setenv("FAST_BATCHER_RE_RANKER__POLICY", "fixed")
     with pytest.raises(ConfigurationError, match="max_delay=None") as caught:
         construct()
-    assert caught.value.__notes__ == ["policy is from FAST_BATCHER_POLICY"]
+    assert caught.value.__notes__ == ["policy is from FAST_BATCHER_RE_RANKER__POLICY"]
+
+
+def test_an_option_for_all_batchers_is_used_where_it_fits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in {"POLICY": "fixed", "MAX_BATCH_COST": "100", "NUM_WORKERS": "2"}.items():
+        monkeypatch.setenv(f"FAST_BATCHER_{name}", text)
+    fits = construct(max_delay=0.1, cost=len).settings
+    assert [fits[name].value for name in ("policy", "max_batch_cost", "num_workers")] == [
+        *("fixed", 100, 2)
+    ]
+    assert caplog.messages == []
+    others = construct(devices="cpu").settings
+    assert [others[name] for name in ("policy", "max_batch_cost")] == [
+        ("adaptive", "default"),
+        (None, "default"),
+    ]
+    assert others["num_workers"] == (1, "default")
+    assert [message.partition(" ")[0] for message in caplog.messages] == [
+        *("FAST_BATCHER_MAX_BATCH_COST", "FAST_BATCHER_NUM_WORKERS", "FAST_BATCHER_POLICY")
+    ]
+    # One that needs another one.
+    monkeypatch.setenv("FAST_BATCHER_MAX_DELAY", "0.1")
+    caplog.clear()
+    both = construct().settings
+    assert (both["policy"].value, both["max_delay"].value) == ("fixed", 0.1)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.anyio
+async def test_an_option_that_the_code_overrides_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAST_BATCHER_MAX_BATCH_SIZE", "7")
+    caplog.set_level("INFO", "fast_batcher")
+    batcher = construct(max_batch_size=8, workers="threads")
+    assert batcher.settings["max_batch_size"] == (8, "code, not FAST_BATCHER_MAX_BATCH_SIZE")
+    async with batcher:
+        pass
+    told = [message for message in caplog.messages if "options of the code" in message]
+    assert told == [
+        "re-ranker: options of the code count: max_batch_size (code, not "
+        "FAST_BATCHER_MAX_BATCH_SIZE)"
+    ]

@@ -107,6 +107,7 @@ def test_no_accepted_number_is_an_internal_error(seed: int) -> None:
             if isinstance(action, Dispatch):
                 now += 10 ** rng.uniform(-6, 3)
                 assert scheduler.batch_done(now, 1, action.batch.id) is action.batch
-        assert scheduler.seconds_of_backlog(now) is None or scheduler.seconds_of_backlog(now) >= 0
+        backlog = scheduler.seconds_of_backlog(now)
+        assert backlog is None or backlog >= 0
         assert 0 <= scheduler.padding <= 1
         now += 10 ** rng.uniform(-6, 3)

@@ -438,7 +438,8 @@ def _make_page() -> tuple[str, dict[str, str]]:
     """Return the page with style and script in it, and the headers that allow just these."""
     folder = files("fast_batcher.fastapi.status")
     html, style, script = (
-        folder.joinpath(name).read_text("utf-8") for name in ("page.html", "style.css", "script.js")
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "style.css", "script.js")
     )
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
