@@ -230,6 +230,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._session: Session | None = None
         # What takes its calls: the session, or the cache before it.
         self._calls: Session | SingleFlight | None = None
+        # Whether a call has opened it, and nothing else.
+        self._was_opened_by_call = False
         # Done when the running `aclose` ends; None without one.
         self._closing: Future[None] | None = None
         self._thread_calls = ThreadCalls()
@@ -934,6 +936,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         ]
         if overridden:
             logger.info("%s: options of the code count: %s", self.name, ", ".join(overridden))
+        self._was_opened_by_call = False
         self._model.end_reload()  # of the previous session, if its event loop was closed meanwhile
         self._session = self._calls = session = self._make_session()
         cache = self._settings.cache
@@ -987,6 +990,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             if not self._settings.auto_open:
                 status.reject_call("it has not been opened")
             self._begin_open()
+            self._was_opened_by_call = True
         # The timer of the next try is lost with its loop.
         elif (status.takes_calls or status.given_up is not None) and self._leave_closed_loop():
             self._begin_open()
@@ -1064,6 +1068,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._end(self._settings.stop_timeout)
         finally:
             ended.set_result(None)
+
+    def _end_test(self) -> None:
+        """Close; a batcher that a call has opened is as if it had not been opened."""
+        self.stop()
+        if self._was_opened_by_call and self._status.state is State.CLOSED:
+            self._status.move(Event.TEST_ENDED)
 
     def _end(self, grace: float) -> None:
         if self._status.state is State.CLOSED:

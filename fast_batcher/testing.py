@@ -91,9 +91,10 @@ class BatcherKit:
             With both, the kit records batches, holds them, and lets calls fail.
         timeouts: False lets every call wait without a limit, whatever its timeout: for a debugger.
 
-    Use it as a context manager. At its end the batchers that it has served are closed. Its methods
-    may be called on any thread. `shared=True` and workers on a cluster have no effect: each
-    batcher has local workers of its own.
+    Use it as a context manager. At its end the batchers that it has served are closed; one that its
+    first call has opened opens again with the first call of the next test. Its methods may be
+    called on any thread. `shared=True` and workers on a cluster have no effect: each batcher has
+    local workers of its own.
 
     Raises:
         ConfigurationError: `workers` is neither "threads" nor "processes".
@@ -128,7 +129,7 @@ class BatcherKit:
         # One that cannot be closed does not keep the others open.
         with ExitStack() as ends:
             for batcher, _session in self._list_open():
-                ends.callback(batcher.stop)
+                ends.callback(batcher._end_test)  # noqa: SLF001  part of the library
         self._opened.clear()
 
     @property
@@ -287,6 +288,9 @@ class _HoldingPolicy(Policy):
     def __init__(self, kit: BatcherKit, policy: Policy) -> None:
         self._kit = kit
         self._policy = policy
+        # The youngest request that waited when as many waited as the test wants: they all leave, in
+        # one batch or several.
+        self._last_released = -1
 
     @property
     def learns(self) -> bool:  # type: ignore[override]  # a policy may change it, too
@@ -297,7 +301,11 @@ class _HoldingPolicy(Policy):
         """Hold the batch for a test, or ask the policy of the settings."""
         wanted = self._kit._held_until  # noqa: SLF001  of this module
         if wanted:
-            return Release.HOLD if load.waiting >= wanted else inf
+            if load.waiting >= wanted:
+                self._last_released = max(request.id for request in queue)
+            oldest = queue.oldest()
+            assert oldest is not None, "there is a batch to decide about"
+            return Release.HOLD if oldest.id <= self._last_released else inf
         return self._policy.decide(now, queue, load) if self._policy.may_hold else Release.IDLE
 
     def end_hold(self) -> None:

@@ -50,6 +50,7 @@ class Event(StrEnum):
     RECOVERED = "worker ready again"
     DRAIN = "drain"
     CLOSE = "close"
+    TEST_ENDED = "test kit ended"
 
 
 MOVES: Final[dict[tuple[State, Event], State]] = {
@@ -71,6 +72,8 @@ MOVES: Final[dict[tuple[State, Event], State]] = {
     (State.BROKEN, Event.CLOSE): State.CLOSED,
     # An app is started once per test: `with TestClient(app)` runs its lifespan each time.
     (State.CLOSED, Event.OPEN): State.OPENING,
+    # Of a batcher that its first call has opened: the first call of the next test opens it again.
+    (State.CLOSED, Event.TEST_ENDED): State.NEW,
 }
 
 

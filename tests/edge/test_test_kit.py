@@ -125,7 +125,7 @@ async def test_forgotten_batchers_are_closed_at_the_end() -> None:
         with kit.hold():
             held = call(batcher, 2)
             await turns(1)
-    assert batcher.state == "closed"
+    assert batcher.state == "new"
     # It was released by the end of the hold, or ended with its batcher.
     assert await outcome(held) == 2 or isinstance(held.exception(), BatcherClosedError)
 
@@ -169,7 +169,7 @@ async def test_broken_batcher_is_closed_at_the_end(tmp_path: Path) -> None:
     for _ in range(2):
         with BatcherKit(), pytest.raises(WorkerStartupError):
             await batcher.process_batched(1)
-        assert batcher.state == "closed"
+        assert batcher.state == "new"
 
 
 class EndsSlowly(Echo):
@@ -244,6 +244,30 @@ async def test_inner_hold_ends_before_the_outer_one() -> None:
                 assert kit.sizes == [2]
             await asyncio.gather(*held)
             assert kit.sizes == [2, 3]
+
+
+async def test_all_that_wait_leave_in_several_batches() -> None:
+    """Of different groups, when as many wait as the test wants."""
+    with BatcherKit() as kit:
+        async with DynBatcher(Echo, group_by=lambda number: number % 2) as batcher:
+            with kit.hold(until=3):
+                await asyncio.gather(*[call(batcher, number) for number in range(3)])
+                assert sorted(kit.sizes) == [1, 2]
+                held = call(batcher, 3)
+                await turns()
+                assert len(kit.sizes) == 2
+            assert await held == 3
+
+
+def test_batcher_that_a_call_opens_works_in_each_test() -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher(Echo)
+    for number in range(2):
+        with BatcherKit():
+            assert asyncio.run(batcher.process_batched(number)) == number
+        assert batcher.state == "new"
+    with BatcherKit():  # one that was opened stays closed
+        asyncio.run(batcher.open())
+    assert batcher.state == "closed"
 
 
 async def test_each_call_gets_a_copy_of_the_error() -> None:

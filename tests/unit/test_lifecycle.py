@@ -22,7 +22,7 @@ def test_allowed_transitions_of_each_state(state: State) -> None:
             },
             "open": {"restart budget spent": "broken", "drain": "draining", "close": "closed"},
             "draining": {"close": "closed"},
-            "closed": {"open": "opening"},
+            "closed": {"open": "opening", "test kit ended": "new"},
             "broken": {
                 "worker ready again": "open",
                 "open": "opening",
