@@ -42,6 +42,7 @@ from fast_batcher._worker.model import (
     import_model,
     read_module_files,
     warm_up,
+    warn_about_unused_gpus,
 )
 from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher.errors import WorkerStartupError
@@ -195,6 +196,8 @@ def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
     if settings.freeze_gc:
         freeze_for_good()
     gpu, gpu_bytes = find_gpu()
+    if settings.device is None and not gpu:
+        warn_about_unused_gpus()
     start = Start(
         imported - began,
         constructed - imported,

@@ -23,6 +23,7 @@ from fast_batcher._arrays.joining import (
     make_row,
     split,
 )
+from fast_batcher._devices import find_gpus
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._transport import pickling
 from fast_batcher.errors import (
@@ -89,6 +90,18 @@ def find_gpu() -> tuple[str, int]:
         if torch is not None and torch.cuda.is_initialized():
             return f"cuda:{torch.cuda.current_device()}", torch.cuda.memory_allocated()
     return "", 0
+
+
+def warn_about_unused_gpus() -> None:
+    """Warn if PyTorch is loaded and uses none of the GPUs that this process can see."""
+    gpus = find_gpus(os.environ)
+    if gpus and "torch" in sys.modules:
+        logger.warning(
+            "the model has loaded without a GPU, and this process sees %s: without devices= "
+            'self.device is "cpu"; give the batcher devices="auto" and move the model to '
+            'self.device, or devices="cpu" if the CPU is wanted',
+            ", ".join(gpus),
+        )
 
 
 class ModelCall(NamedTuple):

@@ -167,6 +167,26 @@ async def test_the_kit_passes_values_as_production_does(kind: WorkerKind) -> Non
         assert (found is value, kit.sizes) == (True, [1])
 
 
+@pytest.mark.parametrize(
+    ("visible", "options", "warnings"),
+    [("0,1", {}, 1), ("0,1", {"devices": "cpu"}, 0), ("", {}, 0), ("-1", {}, 0)],
+)
+async def test_an_unused_gpu_is_one_warning(
+    visible: str,
+    options: Any,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    async with DynBatcher(Echo, workers="threads", **options):
+        pass
+    told = [message for message in caplog.messages if 'give the batcher devices="auto"' in message]
+    assert len(told) == warnings
+    assert all("cuda:0, cuda:1" in message for message in told)
+
+
 async def test_a_thread_needs_no_import_of_the_model() -> None:
     class Local(InferenceModel[int, Any]):
         def __init__(self, loaded: Any) -> None:
