@@ -10,6 +10,7 @@
         UnsendableValueError (TypeError)       the input cannot be pickled
         SlowReaderError                        a stream was not read
         InferenceError                         the model raised
+            InputError                         the model refuses the input
             OutputMismatchError (IndexError)   the model returned the wrong number of outputs
             CollationError (ValueError)        inputs cannot be joined to one batch
         WorkerError
@@ -100,6 +101,14 @@ class InferenceError(BatcherError):
     A model's own exception arrives as an instance of a class that derives from `InferenceError` and
     from the type that the model raised, so `except ValueError` and `except InferenceError` both
     catch it.
+    """
+
+
+class InputError(InferenceError):
+    """The model refuses an input, by the fault of the client.
+
+    Raise it, or a subclass, in the model. It counts as refused and not as failed, and its text is
+    for the client.
     """
 
 

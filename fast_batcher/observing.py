@@ -12,7 +12,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Outcome = Literal["completed", "failed", "expired", "cancelled", "rejected"]
+Outcome = Literal["completed", "failed", "refused", "expired", "cancelled", "rejected"]
 WorkerChange = Literal["started", "ready", "restarted", "lost", "recycled", "removed"]
 CacheResult = Literal["hit", "miss", "coalesced"]
 
@@ -50,7 +50,8 @@ class BatchLost:
 class AnsweredRequest:
     """A request that ended with the answer to its batch."""
 
-    # "completed", "failed", or "cancelled" if its caller left in the same turn of the event loop.
+    # "completed", "failed", "refused", or "cancelled" if its caller left in the same turn of the
+    # event loop.
     outcome: Outcome
     # Seconds from its arrival until its worker began with its batch, and until its outcome.
     queue_wait: float

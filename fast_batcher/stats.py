@@ -15,7 +15,8 @@ SAMPLED_BATCHES = 1024
 class BatcherStats:
     """Statistics of a batcher: counts since construction, present load, quantiles of times.
 
-    At any moment `submitted = completed + failed + expired + cancelled + waiting + running`.
+    At any moment `submitted = completed + failed + refused + expired + cancelled + waiting +
+    running`.
     """
 
     # "new", "opening", "open", "draining", "closed" or "broken".
@@ -58,6 +59,8 @@ class BatcherStats:
     cache_coalesced: int = 0
     # Inputs that wait for an asynchronous cache now.
     cache_lookups: int = 0
+    # Requests that the model has refused with an `InputError`.
+    refused: int = 0
     # Batches whose error no caller has got, because the callers had left: their requests had
     # expired or were cancelled, and count as such.
     late_errors: int = 0

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from fast_batcher._core.values import Failure, Group, Request
 from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
-from fast_batcher.errors import BatcherError, RemoteTraceback
+from fast_batcher.errors import BatcherError, InputError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -154,6 +154,10 @@ class OpaqueError(BatcherError):
         self.__cause__ = RemoteTraceback(serialized.traceback)
 
 
+class OpaqueRefusal(OpaqueError, InputError):
+    """One by which the model refuses an input."""
+
+
 # Requests. Of an input in shared memory: its layout, start and end.
 Row = tuple[bytes, int, int]
 
@@ -205,7 +209,7 @@ def pack_key(key: Any) -> bytes:
 def measure_packed(packed: bytes | tuple[Any, ...]) -> int:
     """Return about how many bytes a packed outcome takes in a frame."""
     parts = (packed,) if isinstance(packed, bytes) else packed
-    return sum([16 + len(part or b"") for part in parts])
+    return sum([16 + len(part) if isinstance(part, bytes | str) else 16 for part in parts])
 
 
 def pack_outcome(outcome: Any) -> bytes | tuple[Any, ...]:

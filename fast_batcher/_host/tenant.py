@@ -18,6 +18,7 @@ from fast_batcher._core.values import Batch, Failure, Group, Request
 from fast_batcher._host.protocol import (
     FRAME_SIZE,
     OpaqueError,
+    OpaqueRefusal,
     Pickled,
     is_atom,
     measure_packed,
@@ -88,7 +89,7 @@ class OpaqueReader(OutcomeReader):
 
     def read_error(self, error: SerializedError) -> Failure:
         """Return the failure for one request."""
-        return Failure(OpaqueError(error))
+        return Failure((OpaqueRefusal if error.is_refusal else OpaqueError)(error))
 
 
 class CallerContext:

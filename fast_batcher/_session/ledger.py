@@ -26,7 +26,7 @@ from fast_batcher._core.values import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import one_line
-from fast_batcher.errors import BatcherError, can_be_shown, forget_frames
+from fast_batcher.errors import BatcherError, InputError, can_be_shown, forget_frames
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
 
@@ -134,6 +134,7 @@ class Counters:
             submitted=self.submitted,
             completed=self.outcomes["completed"],
             failed=self.outcomes["failed"],
+            refused=self.outcomes["refused"],
             expired=self.outcomes["expired"],
             cancelled=self.outcomes["cancelled"],
             rejected=self.outcomes["rejected"],
@@ -175,7 +176,7 @@ class Ledger:
             try:
                 if outcome.__class__ is Failure:
                     request.caller.set_exception(outcome.error)
-                    ended.append("failed")
+                    ended.append(_outcome_of(outcome.error))
                 else:
                     request.caller.set_result(outcome)
                     ended.append("completed")
@@ -185,7 +186,7 @@ class Ledger:
                 logger.exception("%s: the future of a caller has refused its outcome", self._name)
                 ended.append("cancelled")
         self.counters.count_outcomes(ended)
-        if ended.count("completed") != len(requests) and "failed" not in ended:
+        if ended.count("completed") != len(requests) and not {"failed", "refused"} & {*ended}:
             self._find_late_error(requests, outcomes)
         if is_observed:
             ended_by = list(zip(waiting, ended, strict=True))
@@ -221,7 +222,8 @@ class Ledger:
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
-        self.end(request, "failed" if set_exception(request, error) else "cancelled", reason)
+        is_told = set_exception(request, error)
+        self.end(request, _outcome_of(error) if is_told else "cancelled", reason)
 
     def expire(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller the error of an expired request, which is settled already."""
@@ -273,6 +275,11 @@ class Ledger:
         if self.observers.active:
             wait = 0.0 if outcome == "rejected" else monotonic() - request.arrival
             self.observers.tell(RequestEnded(self._name, outcome, reason, wait, request.context))
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    """Return the outcome of a request that ends with this error of the model."""
+    return "refused" if isinstance(error, InputError) else "failed"
 
 
 def set_exception(request: Request, error: BaseException) -> bool:

@@ -25,6 +25,7 @@ from fast_batcher._transport.channels import READ_SIZE
 from fast_batcher.errors import (
     MAX_ERROR_TEXT,
     InferenceError,
+    InputError,
     RemoteTraceback,
     forget_frames,
     from_model,
@@ -61,6 +62,8 @@ class SerializedError(NamedTuple):
     # Pickled type, arguments and attributes; None if they did not survive a round trip in the
     # worker.
     pickled: bytes | None
+    # Whether it is an `InputError`: a host, which counts it, has not the type.
+    is_refusal: bool = False
 
     def to_error(self) -> InferenceError:
         """Make an error for one caller."""
@@ -70,6 +73,8 @@ class SerializedError(NamedTuple):
                 original = rebuild(*loads(self.pickled))
             except BaseException:  # noqa: BLE001  the class may not exist here; the text serves
                 original = None
+        if original is None and self.is_refusal:
+            original = InputError(self.text)
         return from_model(original, self.text, self.traceback)
 
 
@@ -80,7 +85,8 @@ def describe(error: BaseException) -> SerializedError:
     if trace is None:
         # An error that cannot be shown would raise again wherever the app shows it.
         return SerializedError(text, text, None)
-    return SerializedError(text, trace, _pickle_if_it_survives(error))
+    is_refusal = is_kind(error, InputError)
+    return SerializedError(text, trace, _pickle_if_it_survives(error), is_refusal)
 
 
 def to_cause(error: BaseException) -> RemoteTraceback:

@@ -100,8 +100,9 @@ RETRY_AFTER = 1
 # Random bytes of an error id. 64 bits: no collision among the billions that a log may hold.
 ERROR_ID_BYTES = 8
 # Close codes of WebSockets by HTTP status. Source: the IANA registry of close codes; 1013 is "try
-# again later", 1009 "message too big", and 1011 (internal error) stands for every other status.
-CLOSE_CODES = {413: 1009, 429: 1013, 503: 1013, 504: 1013}
+# again later", 1009 "message too big", 1007 "invalid payload", and 1011 (internal error) stands for
+# every other status.
+CLOSE_CODES = {413: 1009, 422: 1007, 429: 1013, 503: 1013, 504: 1013}
 CLOSE_CODE = 1011
 
 
@@ -127,6 +128,7 @@ ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
     errors.UnsendableValueError: HttpAnswer(500, "unsendable_value", "internal error"),
     errors.SlowReaderError: HttpAnswer(500, "slow_reader", "internal error"),
     errors.InferenceError: HttpAnswer(500, "inference_failed", "the model failed"),
+    errors.InputError: HttpAnswer(422, "invalid_input", may_pass_later=False),
     errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
     errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),
     errors.WorkerError: HttpAnswer(503, "worker_failed"),
@@ -143,6 +145,7 @@ ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
 # The statuses that `error_responses` can document.
 DESCRIPTIONS = {
     413: "The request is too large for the model's queue.",
+    422: "The model refuses the input.",
     429: "The queue is full; try again after `Retry-After` seconds.",
     500: "The model failed on this request; the error id leads to the server's log.",
     503: "The model cannot take the request now; try again after `Retry-After` seconds.",

@@ -18,7 +18,15 @@ from models.base import Echo
 from models.crashing import Stuck
 from models.large import Digests, MakesLarge, digest, fingerprint, make_large
 from models.ordinary import Gated, GatedOnLoad, Grows, Holds, Slow
-from models.raising import CodedError, FailsAtGate, FailsPositions, Numbers, Raises
+from models.raising import (
+    BadText,
+    CodedError,
+    FailsAtGate,
+    FailsPositions,
+    Numbers,
+    Raises,
+    Refuses,
+)
 from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, NeedsFileAndDies, Web
@@ -400,6 +408,17 @@ async def test_errors_of_every_kind_reach_the_caller(make: Make) -> None:
         errors = [await outcome(one) for one in calls]
         assert all(isinstance(one, ValueError) for one in errors)
     assert_balance(batcher)
+
+
+async def test_inputs_that_the_model_refuses_have_not_failed(make: Make) -> None:
+    async with make(Refuses) as batcher:
+        texts = ["one", "bad", "two", "worse", "three"]
+        outcomes = [await outcome(task) for task in [call(batcher, text) for text in texts]]
+        assert [type(one) for one in outcomes] == [str, BadText, str, BadText, str]
+        assert isinstance(outcomes[1], InferenceError)
+        await until(lambda: batcher.stats.completed == 3)  # a host tells it later
+        stats = assert_balance(batcher)
+        assert (stats.refused, stats.failed, stats.late_errors) == (2, 0, 0)
 
 
 async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:

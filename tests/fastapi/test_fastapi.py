@@ -102,6 +102,7 @@ TABLE: list[tuple[errors.BatcherError, int, str, str | None, str]] = [
     (errors.SlowReaderError("canary"), 500, "slow_reader", None, _OURS),
     (errors.InferenceError("canary"), 500, "inference_failed", None, _MODELS),
     (errors.OutputMismatchError("canary"), 500, "output_mismatch", None, _MODELS),
+    (errors.InputError("too long"), 422, "invalid_input", None, "too long"),
     (errors.CollationError("c"), 500, "collation_failed", None, "the input does not fit the model"),
     (errors.WorkerError("hm"), 503, "worker_failed", "1", "hm"),
     (errors.WorkerStartupError("c"), 503, "worker_startup_failed", None, "the model did not load"),

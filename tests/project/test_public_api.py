@@ -39,7 +39,8 @@ from fast_batcher.settings import (
 NAMES = [
     *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
     *("CollationError", "ConfigurationError", "DeadlineExceededError", "Done", "DynBatcher"),
-    *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "NotReadyError"),
+    *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "InputError"),
+    "NotReadyError",
     *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
     *("RequestTooLargeError", "SlowReaderError", "SteppedModel", "Stream", "StreamedModel"),
     *("TransportError", "UnsendableValueError", "WorkerError"),
@@ -271,7 +272,7 @@ def test_the_statistics_are_these() -> None:
         *("submitted", "completed", "failed", "expired", "cancelled", "rejected"),
         *("batches", "batch_sizes", "releases", "restarts", "generation"),
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
-        *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups"),
+        *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups", "refused"),
         *("late_errors", "padding"),
         "is_reporter",
         "backlog",

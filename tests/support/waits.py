@@ -67,7 +67,7 @@ def measured(figure: float, what: str) -> Iterator[None]:
 def assert_balance(batcher: DynBatcher[Any, Any]) -> BatcherStats:
     """Assert that every submitted request has ended or is still inside."""
     stats = batcher.stats
-    out = stats.completed + stats.failed + stats.expired + stats.cancelled
+    out = stats.completed + stats.failed + stats.refused + stats.expired + stats.cancelled
     assert stats.submitted == out + stats.waiting + stats.running
     return stats
 

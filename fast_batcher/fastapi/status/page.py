@@ -173,7 +173,7 @@ EXPLAIN_SECONDS = 5.0
 SHARED_SECONDS = 0.5
 # Counts of `BatcherStats` since the batcher was made.
 TOTALS = (
-    *("submitted", "completed", "failed", "expired", "cancelled", "rejected"),
+    *("submitted", "completed", "failed", "refused", "expired", "cancelled", "rejected"),
     *("batches", "restarts"),
 )
 # Errors that are shown, of all codes.

@@ -34,7 +34,7 @@ SHARES = (0.50, 0.95, 0.99)
 # The reason of ends that another server process is told of: the shared counts have none.
 UNKNOWN_REASON = "reason not known here"
 # Outcomes of requests that the model has computed.
-ANSWERS: tuple[Outcome, ...] = ("completed", "failed")
+ANSWERS: tuple[Outcome, ...] = ("completed", "failed", "refused")
 
 Quantiles = list[float | None]
 # "retired" is a worker of a batcher that was closed, or a worker that was removed.

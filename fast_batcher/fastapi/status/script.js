@@ -217,7 +217,7 @@ function latency(one) {
     ], { isNarrow: true }));
 }
 
-const OUTCOMES = { completed: "answered", failed: "failed", expired: "expired", cancelled: "cancelled by the caller", rejected: "rejected" };
+const OUTCOMES = { completed: "answered", failed: "failed", refused: "refused by the model", expired: "expired", cancelled: "cancelled by the caller", rejected: "rejected" };
 
 function traffic(one) {
   // The slot that goes on is not full yet.

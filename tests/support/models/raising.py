@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from hostile_errors import draw_hostile
 
-from fast_batcher import InferenceModel
+from fast_batcher import InferenceModel, InputError
 from models.base import AtGate, Echo, call_at_gate, pass_gate
 
 
@@ -275,3 +275,16 @@ class FinishesHostile(RaisesHostile):
 
     def finish(self, value: str) -> str:
         return value
+
+
+class BadText(InputError):
+    """An error of the client."""
+
+
+class Refuses(InferenceModel[str, str]):
+    """Refuses "bad", and the whole batch of "worse"."""
+
+    def infer(self, inputs: list[str]) -> list[str | Exception]:
+        if "worse" in inputs:
+            raise BadText("worse")
+        return [BadText("bad") if text == "bad" else text for text in inputs]
