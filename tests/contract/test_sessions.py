@@ -581,6 +581,7 @@ async def test_session_reopens_after_failed_start(make: Make, tmp_path: Path) ->
 
 def test_batcher_opens_again_on_another_event_loop(make: Make, gate: Gate) -> None:
     batcher = make(EchoesOrHolds, 4, model_args=(gate.path,), stop_timeout=0.0)
+    abandoned: list[threading.Thread] = []
 
     async def first() -> None:
         await batcher.open()
@@ -589,6 +590,7 @@ def test_batcher_opens_again_on_another_event_loop(make: Make, gate: Gate) -> No
         await gate.visit()
         await turns(2)
         left.cancel()
+        abandoned.extend(one for one in threading.enumerate() if "EchoesOrHolds" in one.name)
 
     async def second() -> None:
         arrays = [np.full(100_000, number) for number in range(4)]
@@ -602,6 +604,8 @@ def test_batcher_opens_again_on_another_event_loop(make: Make, gate: Gate) -> No
     asyncio.run(second())
     asyncio.run(second())
     batcher.stop()
+    for thread in abandoned:  # it ends with the call of the model
+        thread.join(LIMIT)
     assert batcher.state == "closed"
     assert_balance(batcher)
 

@@ -158,7 +158,8 @@ def describe(value: Any) -> Any:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> Any:
-    kind = type(tensor), tensor.dtype, str(tensor.layout), tensor.device, tensor.requires_grad
+    # Outputs of plain tensors leave `requires_grad`.
+    kind = type(tensor), tensor.dtype, str(tensor.layout), tensor.device
     about: Any = *kind, tensor.is_nested, getattr(tensor, "note", None)
     if tensor.is_nested:
         return about, [describe(one) for one in tensor.unbind()]

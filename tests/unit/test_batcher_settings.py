@@ -80,7 +80,7 @@ def seconds(*, none: bool = False, zero: bool = False) -> Row:
 
 SWITCH = Row([True, False], NOT_A_SWITCH, "give True or False")
 FUNCTION = Row([len, str.islower, Echo], NOT_A_FUNCTION, "give a function of one input", none=True)
-COST = Row([0.5, 1, 10**12], NOT_A_COST, "give a finite number above 0", none=True)
+COST = Row([0.5, 1, 10**12], NOT_A_COST, "give a number from 1e-09 to 1e+21", none=True)
 
 TABLE: dict[str, Row] = {
     "max_batch_size": count(1, 2**20),
