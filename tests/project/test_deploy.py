@@ -55,8 +55,9 @@ def read_wanted_metrics() -> list[str]:
 
 @pytest.mark.parametrize("version", ["1.30", kubernetes_validate.latest_version()])
 def test_manifests_match_their_schemas(version: str) -> None:
-    names = {path.name for path in MANIFESTS.glob("*.yaml")} - {"prometheus_adapter.yaml"}
-    assert len(names) == 4
+    others = {"keda.yaml", "prometheus_adapter.yaml"}
+    names = {path.name for path in MANIFESTS.glob("*.yaml")} - others
+    assert len(names) == 5
     for name in names:
         kubernetes_validate.validate(read_manifest(name), version, strict=True)
 
@@ -73,6 +74,10 @@ def test_manifests_name_each_other() -> None:
     assert backend == {"name": service["metadata"]["name"], "port": {"name": port["name"]}}
     target = read_manifest("autoscaler.yaml")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    spread = deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    budget = read_manifest("disruption_budget.yaml")["spec"]["selector"]
+    selectors = [budget, *(one["labelSelector"] for one in spread)]
+    assert selectors == [deployment["spec"]["selector"]] * 3
     command = container["command"]
     assert int(command[command.index("--port") + 1]) == opened["containerPort"]
     notes = deployment["spec"]["template"]["metadata"]["annotations"]
@@ -119,6 +124,29 @@ def test_the_autoscaler_reads_metrics_of_the_adapter() -> None:
         r"^\| `(\w+)` \| gauge", (DOCS / "observability.md").read_text(), re.MULTILINE
     )
     assert set(wanted) < set(listed)
+
+
+def test_keda_scales_as_the_autoscaler_does() -> None:
+    """By one of its metrics, with the same target and speed."""
+    keda, hpa = read_manifest("keda.yaml")["spec"], read_manifest("autoscaler.yaml")["spec"]
+    assert keda["scaleTargetRef"]["name"] == hpa["scaleTargetRef"]["name"]
+    assert (keda["minReplicaCount"], keda["maxReplicaCount"]) == (
+        hpa["minReplicas"],
+        hpa["maxReplicas"],
+    )
+    assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["behavior"]
+    (trigger,) = keda["triggers"]
+    first = hpa["metrics"][0]["pods"]
+    assert f"sum({first['metric']['name']}{{" in trigger["metadata"]["query"]
+    target = first["target"]["averageValue"]
+    assert float(trigger["metadata"]["threshold"]) == float(target.removesuffix("m")) / 1000
+
+
+def test_numeric_libraries_do_not_take_the_cores_of_the_node() -> None:
+    _, container = read_container()
+    assert "cpu" not in container["resources"]["limits"]
+    (threads,) = [one["value"] for one in container["env"] if one["name"] == "OMP_NUM_THREADS"]
+    assert int(threads) == int(container["resources"]["requests"]["cpu"]) - 1
 
 
 @pytest.mark.slow
