@@ -4,9 +4,11 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
-from benchmarks.scenarios import Figures, Load, Process
+from benchmarks.models import make_row
+from benchmarks.scenarios import Figures, Load, Process, full_speed
 
 # Between arrivals, seconds: twice what copying 6 MB takes, so that a system that copies what
 # arrives has done so before the next arrival.
@@ -75,6 +77,28 @@ async def copying(_: Process, load: Load) -> Figures:
     return {"memcpy_ms": 1e3 * statistics.median(elapsed)}
 
 
+# The kinds of rows that `rows` compares.
+KINDS = ("tensor", "array", "list")
+
+
+async def rows(process: Process, load: Load) -> Figures:
+    """Measure a row of a table as a tensor, an array and a list: CPU time and bytes per request.
+
+    The bytes are those of its pickle, which crosses between the processes.
+    """
+    from fast_batcher._transport.pickling import OutOfBandPickler
+
+    figures: Figures = {}
+    for kind in KINDS:
+        found = await full_speed(process, replace(load, row=kind))
+        figures[f"{kind}_us"] = found["all_cpu_us"]
+        pickler = OutOfBandPickler(16384, makes_writable=load.model == "RowIn")
+        figures[f"{kind}_bytes"] = len(pickler.dumps(make_row(kind)))
+    for kind in ("tensor", "list"):
+        figures[f"{kind}_times"] = figures[f"{kind}_us"] / figures["array_us"]
+    return figures
+
+
 SCENARIOS: dict[str, Callable[[Process, Load], Awaitable[Figures]]] = {
-    scenario.__name__: scenario for scenario in (last_arrival, copying)
+    scenario.__name__: scenario for scenario in (last_arrival, copying, rows)
 }

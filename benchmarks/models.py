@@ -3,6 +3,7 @@
 Each answers an input with itself or a part of it, so that a system that mixes up answers is seen.
 """
 
+import functools
 import time
 from typing import Any, Protocol
 
@@ -77,6 +78,48 @@ class ArrayEcho:
         return inputs
 
 
+class RowIn:
+    """Takes no time and answers with a number: rows of a table in, small outputs."""
+
+    def infer(self, inputs: list[Any]) -> list[int]:
+        """Answer each row with its length."""
+        return [len(row) for row in inputs]
+
+
+class RowOut:
+    """Takes no time and answers with rows of a table of its own: small inputs."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Any] = {}
+
+    def infer(self, inputs: list[str]) -> list[Any]:
+        """Answer each name of a kind with a row of that kind."""
+        for kind in {*inputs} - self.rows.keys():
+            self.rows[kind] = make_row(kind)
+        return [self.rows[kind] for kind in inputs]
+
+
+# Numbers in a row, as in an embedding, and rows of the table: 147 MiB.
+ROW, TABLE = 384, 100_000
+
+
+def make_row(kind: str, number: int = 0) -> Any:
+    """Return a row of a table: "tensor", "array" or "list"."""
+    row = _make_table(kind)[number]
+    return row.tolist() if kind == "list" else row
+
+
+@functools.cache
+def _make_table(kind: str) -> Any:
+    if kind == "tensor":
+        import torch
+
+        return torch.zeros(TABLE, ROW)
+    import numpy  # only where it is needed: not every environment has it
+
+    return numpy.zeros((TABLE, ROW), numpy.float32)
+
+
 class Model(Protocol):
     """What they have in common."""
 
@@ -87,5 +130,8 @@ class Model(Protocol):
 
 MODELS: dict[str, type[Model]] = {
     model.__name__: model
-    for model in (NoOp, Flat5ms, Linear5ms, Gpu, ArrayLabel, ArrayStacked, ArrayEcho)
+    for model in (
+        *(NoOp, Flat5ms, Linear5ms, Gpu, ArrayLabel, ArrayStacked, ArrayEcho),
+        *(RowIn, RowOut),
+    )
 }

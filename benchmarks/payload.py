@@ -2,13 +2,14 @@
 
 Parts: `stacked` (from the last arrival of a batch to one array in the worker, beside what a memcpy
 takes in a process that does nothing else), `callers` (requests/s of callers that ask again at once,
-beside other ways into another process).
+beside other ways into another process), `rows` (a row of a table as tensor, array and list).
 """
 
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.arrays import KINDS
 from benchmarks.harness import finish, measure_all, parse_arguments, text_of
 from benchmarks.peers import CPU_COLUMNS, LATENCY_COLUMNS, LOOP
 from benchmarks.report import Compared, Measurement, Series, Table, Verdict
@@ -31,6 +32,12 @@ STACKED_COLUMNS = {
     "ms": "stacked_ms",
     "longest ms": "stacked_max_ms",
     "share of whole batches": "whole",
+}
+# Times the CPU time of an array.
+ROW_BAR = 1.3
+ROW_MODELS = {"RowIn": "a row of a table in", "RowOut": "a row of a table back"}
+ROW_COLUMNS = {
+    f"{kind}: {figure}": f"{kind}_{figure}" for kind in KINDS for figure in ("us", "bytes")
 }
 CALLERS_COLUMNS = {"requests/s": "requests_per_second", **CPU_COLUMNS, **LATENCY_COLUMNS}
 
@@ -78,7 +85,13 @@ def plan(systems: Iterable[str], parts: Iterable[str], seconds: float) -> dict[s
         others = tuple(one for one in SYSTEMS if one not in (MEMCPY, *FULL))
         return replace(whole, systems=others, columns=CALLERS_COLUMNS)
 
+    def one_row(model: str) -> Table:
+        load = Load(model, 64, 64, seconds, row="tensor")
+        title = f"{ROW_MODELS[model]}, 384 numbers: CPU us of all processes and bytes a request"
+        return Table(title, "rows", load, (OURS,), ROW_COLUMNS, f"rows, {model}")
+
     plans = {
+        "rows": [one_row(model) for model in ROW_MODELS],
         "stacked": [*map(stacked, CASES), *map(copying, CASES)],
         "callers": [callers(model) for model in MODELS],
     }
@@ -104,6 +117,10 @@ def verdicts(
             claim = f"{loop}: {MIDDLE.name}, {MODELS[model]}: requests/s, times those of {peer}"
             times = measured.spread(measurements, OURS, loop, Compared("requests_per_second", peer))
             found.append(Verdict(claim, times, at_least=bar))
+    for measured in parts.get("rows", []):
+        times = measured.spread(measurements, OURS, loop, "tensor_times")
+        claim = f"{loop}: {measured.title}: CPU of a tensor, times that of an array"
+        found.append(Verdict(claim, times, at_most=ROW_BAR))
     return found
 
 
@@ -130,7 +147,7 @@ def main() -> int:
         seconds=2.0,
         quick_seconds=0.5,
         loops=(LOOP,),
-        parts=("stacked", "callers"),
+        parts=("stacked", "callers", "rows"),
         repetitions=5,
         quick_repetitions=1,
     )

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.cpu import TreeCpu
-from benchmarks.models import MODELS
+from benchmarks.models import MODELS, ROW, make_row
 from benchmarks.pictures import SIDE, make_jpeg
 
 Process = Callable[[Any], Awaitable[object]]
@@ -46,11 +46,15 @@ class Load:
     seed: int = 0
     # Of the inputs of the models whose names begin with Array: float32 numbers.
     array_shape: tuple[int, ...] = ARRAY_SHAPE
+    # Of the inputs of RowIn, and the outputs of RowOut: see `models.make_row`.
+    row: str = ""
 
     def payload(self, caller: int = 0) -> Any:
         """Make this caller's input; each caller has its own, as pickle sends an object once."""
         if self.model == "Picture":
             return make_jpeg()
+        if self.row:
+            return make_row(self.row, caller) if self.model == "RowIn" else self.row
         if not self.model.startswith("Array"):
             return TEXT.format(caller)
         import numpy  # only where it is needed: not every environment has it
@@ -59,6 +63,8 @@ class Load:
 
     def is_right(self, answer: Any) -> bool:
         """Whether this is the model's answer to the first caller's input."""
+        if self.row:
+            return bool(answer == ROW if self.model == "RowIn" else len(answer) == ROW)
         if self.model == "ArrayLabel":
             return bool(answer == 0)
         if self.model == "ArrayStacked":
