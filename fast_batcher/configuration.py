@@ -56,7 +56,7 @@ class Outside(NamedTuple):
     value: Any
     # The variable, or the file and the place in it.
     source: str
-    # Whether it is for all batchers: it is used by those that it fits.
+    # Whether it is for all batchers: each batcher that it fits uses it.
     is_general: bool
 
 
@@ -103,7 +103,7 @@ def _find_file() -> Path | None:
 
 
 def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tuple[str, Outside]]:
-    """Yield options; those for one batcher last."""
+    """Yield options; options for one batcher last."""
     label, unknown = _label_of(batcher), []
     # Shorter names first: those without the name of a batcher.
     for variable in sorted(environ, key=lambda name: (SEPARATOR in name, name)):
@@ -126,7 +126,7 @@ def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tupl
 
 
 def _read_file(path: Path, batcher: str) -> Iterator[tuple[str, Outside]]:
-    """Yield options; those for one batcher last."""
+    """Yield options; options for one batcher last."""
     data = _load(path)
     tables = data.pop(TABLE, {})
     if not isinstance(tables, dict) or not all(map(_is_table, tables.values(), tables)):

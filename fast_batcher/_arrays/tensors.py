@@ -136,7 +136,7 @@ def rebuild_tensor(
         tensor = torch.empty(shape, dtype=dtype)
     else:
         tensor = torch.frombuffer(buffer, dtype=dtype)
-        if strides is not None:  # PyTorch refuses those that lead out of the buffer
+        if strides is not None:  # PyTorch refuses strides that lead out of the buffer
             tensor = tensor.as_strided(shape, strides)
         elif len(shape) != 1:
             tensor = tensor.reshape(shape)

@@ -155,7 +155,7 @@ class OpaqueError(BatcherError):
 
 
 class OpaqueRefusal(OpaqueError, InputError):
-    """One by which the model refuses an input."""
+    """An `InputError` of the app, which the host does not unpickle."""
 
 
 # Requests. Of an input in shared memory: its layout, start and end.
