@@ -102,7 +102,7 @@ async def test_an_array_that_is_filled_again_changes_no_output(model: Any) -> No
 
 async def test_a_thread_that_takes_too_long_is_replaced_and_goes_on() -> None:
     event = Waits.events["slow"] = threading.Event()
-    async with DynBatcher(Waits, workers="threads", infer_timeout=0.2) as batcher:
+    async with DynBatcher(Waits, workers="threads", infer_timeout=2.0) as batcher:
         assert await batcher.process_batched("warm") == "warm"
         assert isinstance(
             await outcome(asyncio.create_task(batcher.process_batched("slow"))),
