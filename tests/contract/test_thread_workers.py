@@ -167,6 +167,7 @@ async def test_the_kit_passes_values_as_production_does(kind: WorkerKind) -> Non
         assert (found is value, kit.sizes) == (True, [1])
 
 
+@pytest.mark.slow  # it may be the first to import torch, which starts a process
 @pytest.mark.parametrize(
     ("visible", "options", "warnings"),
     [("0,1", {}, 1), ("0,1", {"devices": "cpu"}, 0), ("", {}, 0), ("-1", {}, 0)],

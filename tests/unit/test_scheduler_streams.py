@@ -140,6 +140,9 @@ def test_infer_timeout_does_not_count_while_all_streams_are_paused() -> None:
     first, second = dispatched(scheduler)
     workers.pause(first)
     assert scheduler.poll(4.0) == ([], 5.0)
+    workers.resume(4.0, first)  # beside a stream that goes on with its step
+    assert scheduler.poll(4.0) == ([], 5.0)
+    workers.pause(first)
     workers.pause(second)
     assert scheduler.poll(5.0) == ([], None)
     workers.resume(20.0, first)
