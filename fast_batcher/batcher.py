@@ -39,6 +39,7 @@ from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many,
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import (
     CurrentModel,
+    LiveSettings,
     Owners,
     Status,
     call_on_end,
@@ -66,6 +67,7 @@ from fast_batcher.model import (
 )
 from fast_batcher.observing import Observer
 from fast_batcher.settings import (
+    LIVE_OPTIONS,
     OBSERVERS,
     OPTIONS,
     SECONDS_OR_ZERO,
@@ -215,7 +217,8 @@ class DynBatcher(Generic[InputT, OutputT]):
                 else:
                     (general if is_general else values)[option] = value
                     self._sources[option] = source
-        settings = self._settings = self._make_settings(values, general)
+        settings = self._make_settings(values, general)
+        self._live = LiveSettings(settings)
         self._model_class = model
         spec = self._check_model(model_args, model_kwargs)
         if spec.is_stepped:
@@ -778,9 +781,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         new `max_queue_size` allows, new requests are rejected until there is room; sent batches do
         not change.
 
-        Additional workers load the model while the others serve. If the number decreases, the
-        workers with the highest indexes finish their batches, get no new ones, and exit; no request
-        is lost. A change during a reload takes effect at the end of the reload.
+        Additional workers load the model while the others serve. If the number decreases, workers
+        that are not ready exit first, then those with the highest indexes, which finish their
+        batches and get no new ones; no request is lost. A change during a reload takes effect at
+        the end of the reload. With `shared` a change applies to all server processes, also after
+        the death of the host process.
 
         Args:
             changes: `max_batch_size`, `max_delay`, `max_queue_size`, `max_latency` and
@@ -798,12 +803,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._session.binding.require_own_thread("reconfigure()")
         if "num_workers" in changes:
             warn_about_workers(settings)
-        if not settings.shared:
+        self._live.change(changes)
+        if not settings.has_host:
             self._cores.num_workers = settings.most_workers
         if self._session is not None:
-            self._session.reconfigure(settings, changes)
-        self._settings = settings
-        self._sources |= dict.fromkeys(changes, "reconfigure")
+            self._session.reconfigure(settings)
 
     # State and statistics.
 
@@ -859,10 +863,17 @@ class DynBatcher(Generic[InputT, OutputT]):
         file and the place in it: see docs/settings.md, "Options from outside". If the code has
         precedence over another source, it is "code, not" and that source.
         """
-        return {
-            name: SettingValue(getattr(self._settings, name), self._sources.get(name, "default"))
-            for name in OPTIONS
-        }
+        first, current = self._live.first, self._live.current
+        found = {}
+        for name in OPTIONS:
+            value, source = getattr(current, name), self._sources.get(name, "default")
+            is_changed = name in LIVE_OPTIONS and value != getattr(first, name)
+            found[name] = SettingValue(value, "reconfigure" if is_changed else source)
+        return found
+
+    @property
+    def _settings(self) -> Settings:
+        return self._live.current
 
     def _check_model(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> ModelSpec:
         most, in_threads = self._settings.max_frame_bytes, self._settings.workers == "threads"
@@ -957,7 +968,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             # Most programs need no host.
             from fast_batcher._host.client import RemoteSession
 
-            return RemoteSession(*parts)
+            return RemoteSession(self._model, self._live, status, ledger)
         return LocalSession(*parts)
 
     async def _reopen(self, spec: ModelSpec) -> None:

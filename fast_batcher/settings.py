@@ -556,12 +556,11 @@ class Settings:
 
     def changed(self, changes: Reconfiguration) -> "Settings":
         """Copy these settings with some of them changed."""
-        names = [option.name for option in OPTIONS.values() if option.is_live]
-        unknown = sorted(set(changes) - set(names))
+        unknown = sorted(set(changes) - set(LIVE_OPTIONS))
         if unknown:
             raise ConfigurationError(
                 f"{unknown[0]}: it cannot be changed while the batcher runs; these can be: "
-                f"{', '.join(names)}"
+                f"{', '.join(LIVE_OPTIONS)}"
             )
         count = changes.get("num_workers", self.num_workers)
         if self.devices is not None and count != self.num_workers:
@@ -624,6 +623,8 @@ _TYPES_OF_TEXTS: dict[Any, type] = {
 }
 # The options of `DynBatcher`, besides the model and its arguments, by name.
 OPTIONS = {option.name: option for option in _list_options()}
+# The names of the options that `reconfigure` can change.
+LIVE_OPTIONS = [option.name for option in OPTIONS.values() if option.is_live]
 
 
 class SettingValue(NamedTuple):

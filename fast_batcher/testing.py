@@ -44,7 +44,6 @@ from fast_batcher.errors import (
 from fast_batcher.settings import (
     COUNT,
     SECONDS_OR_ZERO,
-    Reconfiguration,
     Settings,
     WorkerKind,
 )
@@ -370,9 +369,9 @@ class _KitSession(LocalSession):
             self._ledger.counters.submitted += 1
             self._ledger.fail(request, error, "test")
 
-    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
-        """Apply changes to the settings of a batcher under test."""
-        super().reconfigure(self._kit._change(settings), changes)  # noqa: SLF001  of this module
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply changed settings to a batcher under test."""
+        super().reconfigure(self._kit._change(settings))  # noqa: SLF001  of this module
 
     def _send(self, batch: Batch) -> None:
         group = batch.requests[0].group

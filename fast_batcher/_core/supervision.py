@@ -1,6 +1,7 @@
-"""Supervision of workers: heartbeat, recycling, restarts, and the order of a reload. Pure."""
+"""Supervision of workers: heartbeat, recycling, restarts, surplus, order of a reload. Pure."""
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Final, NamedTuple
 
@@ -120,16 +121,30 @@ class Restarts:
         return NextTry(delay, is_given_up=False)
 
 
+def choose_surplus(ready: Mapping[int, bool], count: int) -> list[int]:
+    """Choose the workers to remove so that `count` are left.
+
+    Args:
+        ready: Whether each worker is ready, by index.
+        count: Workers that there should be.
+
+    Returns:
+        Indexes: first of workers that are not ready, then the highest.
+    """
+    first = sorted(ready, key=lambda index: (ready[index], -index))
+    return first[: max(0, len(ready) - count)]
+
+
 class Reload:
-    """A reload of `num_workers` workers, or its way back.
+    """A reload of the workers with these indexes, or its way back.
 
     If one replacement fails, the workers that were replaced before go back to the model of before,
     in the same way.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, indexes: Iterable[int]) -> None:
         # Indexes of workers that have the wrong model; the first one is being replaced.
-        self._wrong = deque(range(num_workers))
+        self._wrong = deque(indexes)
         self._right: list[int] = []
         # Whether the model of before is the right one, because a replacement has failed.
         self.goes_back = False

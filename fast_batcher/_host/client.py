@@ -61,7 +61,7 @@ from fast_batcher._parent.staging import (
 )
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
-from fast_batcher._session.life import CurrentModel, LoopBinding, Status
+from fast_batcher._session.life import CurrentModel, LiveSettings, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, timeout_of
 from fast_batcher._session.session import Session
 from fast_batcher._shared_memory.inputs import Slab, Slabs
@@ -196,13 +196,15 @@ class RemoteSession(Session):
     """A session that passes requests to the host process of a shared batcher."""
 
     def __init__(
-        self, model: CurrentModel, settings: Settings, status: Status, ledger: Ledger
+        self, model: CurrentModel, live: LiveSettings, status: Status, ledger: Ledger
     ) -> None:
-        self._key = find_key(model.first, settings, status.name)
+        settings = live.current
+        self._key = find_key(model.first, live.first, status.name)
         methods = [Method(*method, settings.batch_limit) for method in model.spec.methods]
         super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
         loop = self.binding.loop
         self._model = model
+        self._live = live
         self._link = HostLink(
             self._key,
             self._introduce,
@@ -234,8 +236,6 @@ class RemoteSession(Session):
         self._reloads: dict[int, asyncio.Future[None]] = {}
         self._reload_numbers = itertools.count()
         self._unsent_reloads: list[bytes] = []
-        # The settings that were changed here, and that a new host may not have.
-        self._changes: Reconfiguration = {}
         # Whether a host was open.
         self._was_open = False
         # From that state, or from the one of a host that is gone.
@@ -379,6 +379,8 @@ class RemoteSession(Session):
             self._report(loads(frame.body))
         elif frame.kind == Kind.GENERATION:
             self._take_generation(loads(frame.body))
+        elif frame.kind == Kind.RECONFIGURED:
+            self._take_revision(*loads(frame.body), is_own=bool(frame.batch_id))
         elif frame.kind == Kind.RELOADED:
             self._finish_reload(*loads(frame.body))
         elif frame.kind in (Kind.EVENT, Kind.FOLLOW, Kind.FOLLOWED):
@@ -607,7 +609,7 @@ class RemoteSession(Session):
         return make_hello(
             self._model.spec,
             generation,
-            self.settings,
+            self._live,
             self._key,
             observes=self._is_observed,
             was_open=self._was_open,
@@ -616,8 +618,8 @@ class RemoteSession(Session):
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
-        if self._changes:
-            self._link.send(Kind.RECONFIGURE, dumps(self._changes))
+        for changes in self._live.unconfirmed:
+            self._link.send(Kind.RECONFIGURE, dumps(changes))
         for body in self._unsent_reloads:
             self._link.send(Kind.RELOAD, body)
         self._unsent_reloads.clear()
@@ -737,13 +739,20 @@ class RemoteSession(Session):
         self._report(True)
         self._link.join()
 
-    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
-        """Apply changes in the host, for all API processes; their other changes stay."""
+    def reconfigure(self, settings: Settings) -> None:
+        """Send the last change to the host, for all API processes."""
         self._flush()  # requests that came before the change
+        self._use(settings)
+        self._link.send(Kind.RECONFIGURE, dumps(self._live.unconfirmed[-1]))
+
+    def _use(self, settings: Settings) -> None:
         self.settings = settings
-        self._changes.update(changes)
         self._inputs.arena.batch_size = settings.batch_limit
-        self._link.send(Kind.RECONFIGURE, dumps(changes))
+
+    def _take_revision(self, revision: int, values: Reconfiguration, *, is_own: bool) -> None:
+        """Follow the settings of the host, which this or another API process has changed."""
+        self._live.follow(revision, values, is_own=is_own)
+        self._use(self._live.current)
 
     # Reloads.
 

@@ -27,6 +27,7 @@ from fast_batcher._host.protocol import MAX_DESCRIPTORS, Generation, Hello, Welc
 from fast_batcher._host.rendezvous import Joined, connect, replace_silent
 from fast_batcher._parent.staging import JobThread
 from fast_batcher._process import monotonic
+from fast_batcher._session.life import LiveSettings
 from fast_batcher._transport.channels import (
     HEADER_SIZE,
     Frame,
@@ -132,15 +133,18 @@ def make_generation(number: int, model_spec: ModelSpec) -> Generation:
 def make_hello(
     model_spec: ModelSpec,
     generation: int,
-    settings: Settings,
+    live: LiveSettings,
     key: HostKey,
     *,
     observes: bool,
     was_open: bool,
 ) -> Hello:
     """Make the first frame of an API process."""
+    settings = live.first
     return Hello(
         settings=plain_settings(settings),
+        revision=live.revision,
+        changed_values=live.values,
         has_costs=settings.cost is not None,
         has_groups=settings.group_by is not None,
         name=key.name,

@@ -6,11 +6,13 @@
     CALLS, ITEM_CALLS: ids, inputs,
     options, contexts                       -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
-    ABANDON, RECONFIGURE, OBSERVE, PING  -->
+    ABANDON, OBSERVE, PING               -->
                                             <--   STATE, FREED_INPUTS, LOG, EVENT, REPORT, PONG
                                             <--   FOLLOW: batch
     BATCH_CONTEXTS: context managers        -->
                                             <--   FOLLOWED: its answer or loss
+    RECONFIGURE: changes                    -->
+                                            <--   RECONFIGURED: revision, values, to each process
     RELOAD: number, model                   -->
                                             <--   GENERATION, to each API process: a reload begins
                                             <--   GENERATION, to each: the model of all workers
@@ -35,7 +37,7 @@ from fast_batcher._core.values import Failure, Group, Request
 from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, InputError, RemoteTraceback
-from fast_batcher.settings import MAX_FRAME_BYTES
+from fast_batcher.settings import MAX_FRAME_BYTES, Reconfiguration
 from fast_batcher.stats import BatcherStats, Explanation
 
 # Bytes of inputs or outputs after which another frame begins. Frames of other batchers' processes
@@ -76,8 +78,11 @@ class Generation(NamedTuple):
 class Hello(NamedTuple):
     """An API process introduces itself."""
 
-    # Of the batcher: plain values only.
+    # The batcher's as constructed, plain values only; and the number of its last change, with the
+    # values that it has now, as in `LiveSettings`.
     settings: dict[str, Any]
+    revision: int
+    changed_values: Reconfiguration
     # Whether the settings have a function for costs, and one for groups.
     has_costs: bool
     has_groups: bool

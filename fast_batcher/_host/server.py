@@ -52,7 +52,7 @@ from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerHandle
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
-from fast_batcher._session.life import CurrentModel, Status
+from fast_batcher._session.life import CurrentModel, LiveSettings, Status
 from fast_batcher._session.session import LocalSession
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
@@ -274,7 +274,9 @@ class HostSession(LocalSession):
         self._loaded_next: dict[str, FileState] = {}
         _, model, weights, _ = self.generation
         model_spec = ModelSpec(hello.model_name, model, methods=hello.methods, weights=weights)
-        super().__init__(CurrentModel(model_spec), settings, status, ledger)
+        self.live = LiveSettings(settings)
+        self.live.follow(hello.revision, hello.changed_values)
+        super().__init__(CurrentModel(model_spec), self.live.current, status, ledger)
         self.number_generation(self.generation.number)
         slabs = self.memory.slabs
         self.ranges = MemoryRanges(
@@ -315,9 +317,11 @@ class HostSession(LocalSession):
             settle(request)
             set_exception(request, error)
 
-    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+    def worker_ready(
+        self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
+    ) -> None:
         """Give a ready worker batches."""
-        super().worker_ready(worker, times)
+        super().worker_ready(worker, times, is_restart=is_restart)
         generation, loaded = self.generation, self._loaded
         if self._next is not None and worker.model_spec is not self._model.spec:
             generation, loaded = self._next, self._loaded_next
@@ -371,6 +375,10 @@ class HostSession(LocalSession):
             waits_for="" if self._cluster is None else self._cluster.describe_wait(),
         )
         return dumps(tuple(state))
+
+    def pack_settings(self) -> bytes:
+        """Pack the settings that can change for the API processes."""
+        return dumps((self.live.revision, self.live.values))
 
     async def aclose(self) -> None:
         """Finish the accepted requests, unless it is broken, and end the workers."""
@@ -536,8 +544,8 @@ class HostServer:
         elif kind == Kind.OBSERVE:
             self._observe(tenant, session)
         elif kind == Kind.RECONFIGURE:
-            changes = loads(frame.body)
-            session.reconfigure(session.settings.changed(changes), changes)
+            session.live.number_change(loads(frame.body))
+            self._apply_settings(session, tenant)
         elif kind == Kind.RELOAD:
             call, fields = loads(frame.body)
             self._begin_reload(session, Generation(*fields), tenant, call)
@@ -602,6 +610,11 @@ class HostServer:
             self._release_output()
         if hello.observes:
             self._observe(tenant, session)
+        if hello.revision > session.live.revision:
+            session.live.follow(hello.revision, hello.changed_values)
+            self._apply_settings(session)
+        else:
+            tenant.send(Kind.RECONFIGURED, session.pack_settings())
         self._compare_generations(session, hello.generation, tenant)
         tenant.send(Kind.STATE, session.pack_state())
 
@@ -641,6 +654,14 @@ class HostServer:
         self._watch_supervisor(hello.supervisor)
         session.begin()
         return session
+
+    def _apply_settings(self, session: HostSession, caller: Tenant | None = None) -> None:
+        """Use the changed settings, and tell every process; the caller that it was its change."""
+        session.reconfigure(session.live.current)
+        body = session.pack_settings()
+        for tenant in self._tenants.values():
+            tenant.send(Kind.RECONFIGURED, body, number=tenant is caller)
+        self.push_soon()
 
     # Reloads. All processes hear of the beginning and the end of a reload between the answers, so
     # that each knows which answers may be of which model.

@@ -19,7 +19,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import Context
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +30,7 @@ from fast_batcher._core.supervision import (
     Recycling,
     Reload,
     Restarts,
+    choose_surplus,
 )
 from fast_batcher._devices import Placement, place_workers
 from fast_batcher._observers import Observers
@@ -81,8 +82,13 @@ MakeWorker = Callable[..., WorkerHandle]
 class PoolEvents(Protocol):
     """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
 
-    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]], /) -> None:
-        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
+    def worker_ready(
+        self, worker: WorkerHandle, times: list[tuple[int, float]], /, *, is_restart: bool
+    ) -> None:
+        """Handle readiness; `times` are sizes and seconds of the warm-up batches.
+
+        `is_restart` is whether the worker takes the place of one that was lost or recycled.
+        """
 
     def worker_retired(self, worker_id: int, /) -> None:
         """Give a worker no more batches: it finishes those it has, and ends."""
@@ -120,9 +126,16 @@ class Replica:
         self.successor: WorkerHandle | None = None
         self.restart_timer: TimerHandle | None = None
         self._budget = settings.max_restarts, settings.restart_window, settings.restart_backoff
+        # Whether one of its processes has been ready.
+        self.was_ready = False
         # Whether the restart budget is spent, and no worker has been ready since.
         self.is_given_up: bool
         self.renew_budget()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its worker is ready."""
+        return self.worker is not None and self.worker.state is WorkerState.READY
 
     def renew_budget(self) -> None:
         """Give it a full restart budget."""
@@ -135,16 +148,16 @@ class Reloading:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Mapping[int, Replica],
         after: ModelSpec,
         start: Callable[[Replica], None],
         name: str,
     ) -> None:
         self._replicas = replicas
-        self._before, self._after = replicas[0].model_spec, after
+        self._before, self._after = next(iter(replicas.values())).model_spec, after
         self._start = start
         self._name = name
-        self._reload = Reload(len(replicas))
+        self._reload = Reload(replicas)
         self._error: BaseException | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._advance()
@@ -173,7 +186,7 @@ class Reloading:
             logger.error("%s: the reload has failed, and is undone: %s", self._name, error)
             self._error = error
         self._reload.failed()
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.model_spec = self._before
         self._advance()
 
@@ -203,7 +216,7 @@ class Reloading:
             replica.renew_budget()
             self._start(replica)
         # A worker that loads, or will be restarted, comes first: `worker_ready` goes on.
-        elif worker is not None and worker.state is WorkerState.READY and replica.successor is None:
+        elif replica.is_ready and replica.successor is None:
             self._start(replica)
 
     def _finish(self) -> None:
@@ -245,10 +258,10 @@ class Pool:
         self.num_workers = settings.fewest_workers
         placements = place_workers(settings.devices, self.num_workers, os.environ)
         # By index. They follow `num_workers` in the next turn of the loop, or after a reload.
-        self._replicas = [
-            Replica(index, model_spec, settings, placement)
+        self._replicas = {
+            index: Replica(index, model_spec, settings, placement)
             for index, placement in enumerate(placements)
-        ]
+        }
         self._ids = itertools.count()
         # The record of every worker that is being started or has a process, by id.
         self.workers: dict[int, WorkerHandle] = {}
@@ -271,7 +284,7 @@ class Pool:
     def open(self) -> None:
         """Start every worker; the listener is told when they are ready or fail."""
         _open_pools.add(self)
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             self._start(replica)
         self._heartbeat_timer = self.loop.call_later(
             HEARTBEAT_INTERVAL, self._beat, context=Context()
@@ -324,7 +337,7 @@ class Pool:
         is_free = (
             self.reloading is None
             and not any(other.is_retired for other in self.workers.values())
-            and all(other.successor is None for other in self._replicas)
+            and all(other.successor is None for other in self._replicas.values())
         )
         if is_due and is_free and monotonic() >= self._recycle_at:
             replica = self._find_replica(worker)
@@ -362,8 +375,10 @@ class Pool:
         if worker is replica.successor:
             before, replica.worker, replica.successor = replica.worker, worker, None
             assert before is not None, "a replica has a successor only while it has a worker"
+        is_reloaded = self.reloading is not None and self.reloading.is_awaited(worker.id)
+        is_restart, replica.was_ready = replica.was_ready and not is_reloaded, True
         # Before the retirement, so that there is a ready worker at every moment.
-        self._events.worker_ready(worker, times)
+        self._events.worker_ready(worker, times, is_restart=is_restart)
         if before is not None:
             self._retire(before, "recycled")
         if self.reloading is not None:
@@ -402,10 +417,11 @@ class Pool:
             self._memory.run_in_thread(worker.outbox.close, lambda _: None)
         if not worker.is_serving:
             error = _make_early_exit_error(worker, exit)
-            if exit.is_node_lost and worker is self._replicas[worker.index].worker:
+            replica = self._find_replica(worker)
+            if exit.is_node_lost and replica is not None and worker is replica.worker:
                 logger.warning("%s: %s; another takes its place", self._name, error)
-                self._replicas[worker.index].worker = None
-                self._restart_later(self._replicas[worker.index])
+                replica.worker = None
+                self._restart_later(replica)
             else:
                 self.start_failed(worker, error)
             return
@@ -426,9 +442,9 @@ class Pool:
 
     def _find_replica(self, worker: WorkerHandle) -> Replica | None:
         """Return the replica of a worker, None if it has lost its place."""
-        for replica in self._replicas[worker.index : worker.index + 1]:
-            if worker in (replica.worker, replica.successor):
-                return replica
+        replica = self._replicas.get(worker.index)
+        if replica is not None and worker in (replica.worker, replica.successor):
+            return replica
         return None
 
     def _remove(self, worker: WorkerHandle) -> None:
@@ -449,8 +465,9 @@ class Pool:
     def scale(self, settings: Settings, num_workers: int) -> None:
         """Have another number of workers, in the next turn of the loop or after a reload.
 
-        Further workers load the model together. Of too many workers those with the highest indexes
-        finish their batches and end, as soon as one of the others is ready.
+        Further workers load the model together. Of too many workers those that are not ready end
+        first, then those with the highest indexes, which finish their batches; the last ready
+        worker stays.
         """
         self._settings, self.num_workers = settings, num_workers
         # The caller may be an observer, or not be on the running loop.
@@ -462,17 +479,18 @@ class Pool:
         count = self.num_workers
         if self.is_closing or self.reloading is not None or count == len(self._replicas):
             return
-        stays = [replica.worker for replica in self._replicas[:count]]
-        # At least one remaining worker must be ready; else the next ready worker checks again.
-        if any(worker is not None and worker.state is WorkerState.READY for worker in stays):
-            removed, self._replicas[count:] = self._replicas[count:], []
-            for replica in reversed(removed):
-                self._end_replica(replica)
+        ready = {index: replica.is_ready for index, replica in self._replicas.items()}
+        # Without a ready worker the next one that becomes ready checks again, and stays.
+        if any(ready.values()):
+            for index in choose_surplus(ready, count):
+                self._end_replica(self._replicas.pop(index))
         placements = place_workers(self._settings.devices, count, os.environ)
-        for index in range(len(self._replicas), count):
-            spec = self._replicas[0].model_spec
-            self._replicas.append(Replica(index, spec, self._settings, placements[index]))
-            self._start(self._replicas[-1])
+        spec = next(iter(self._replicas.values())).model_spec
+        free = [index for index in range(count) if index not in self._replicas]
+        for index in free[: max(0, count - len(self._replicas))]:
+            replica = Replica(index, spec, self._settings, placements[index])
+            self._replicas[index] = replica
+            self._start(replica)
 
     def _end_replica(self, replica: Replica) -> None:
         """End the workers of a removed replica; a ready worker finishes its batches."""
@@ -492,13 +510,18 @@ class Pool:
         """Whether a worker loads its model, or will be started soon, in a place without another."""
         return len(self._replicas) < self.num_workers or any(
             not replica.is_given_up and (replica.worker is None or not replica.worker.is_serving)
-            for replica in self._replicas
+            for replica in self._replicas.values()
         )
 
     @property
     def is_failing(self) -> bool:
         """Whether a worker has spent its restarts."""
-        return any(replica.is_given_up for replica in self._replicas)
+        return any(replica.is_given_up for replica in self._replicas.values())
+
+    @property
+    def all_were_ready(self) -> bool:
+        """Whether as many workers as there should be have been ready, each at least once."""
+        return sum(replica.was_ready for replica in self._replicas.values()) >= self.num_workers
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
@@ -608,8 +631,8 @@ class Pool:
         if is_given_up:
             logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
             replica.is_given_up = True
-        if all(other.is_given_up for other in self._replicas):
-            timers = [other.restart_timer for other in self._replicas]
+        if all(other.is_given_up for other in self._replicas.values()):
+            timers = [other.restart_timer for other in self._replicas.values()]
             next_try = min(timer.when() for timer in timers if timer is not None)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
         if is_given_up and self.reloading is not None:
@@ -699,7 +722,7 @@ class Pool:
 
     def finish_end(self) -> None:
         """Remove the workers, which are dead, and end the threads."""
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.worker = replica.successor = None
         self._spawner.stop()
         for worker in [*self.workers.values()]:
@@ -710,7 +733,7 @@ class Pool:
         """Cancel the restarts and the heartbeat; if the pool ends, the reload, too."""
         if self.reloading is not None and self.is_closing:
             self.reloading.fail(BatcherClosedError(f"{self._name} was closed while it reloaded"))
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             if replica.restart_timer is not None:
                 replica.restart_timer.cancel()
                 replica.restart_timer = None

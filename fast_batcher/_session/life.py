@@ -2,12 +2,13 @@
 
     Status           the state, and the error that has broken the batcher
     CurrentModel     the model that the workers load, over its reloads
+    LiveSettings     the settings, over the calls of `reconfigure`
     LoopBinding      the process, event loop and thread that a session belongs to
     Owners           the lifespans and `async with` blocks that keep it open
     CallOnSignal     runs a callback on a signal, then the previous handler; main thread
 
-`Status` and `CurrentModel` live as long as their batcher; sessions come and go. Only `Status`
-changes the state, and it logs every change.
+`Status`, `CurrentModel` and `LiveSettings` live as long as their batcher; sessions come and go.
+Only `Status` changes the state, and it logs every change.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from types import FrameType
 from typing import Any, NoReturn
@@ -34,6 +35,7 @@ from fast_batcher.errors import (
     NotReadyError,
 )
 from fast_batcher.model import ModelSpec
+from fast_batcher.settings import LIVE_OPTIONS, Reconfiguration, Settings
 
 # The number of no thread: a forked child has a copy of the loop, which says that it is running.
 _NO_THREAD = -1
@@ -247,7 +249,7 @@ class CurrentModel:
     """The model that the workers of one batcher load, which a reload replaces."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        # Of the construction: by it other processes know the batcher.
+        # The model given to the constructor. It is part of the host's key, so it never changes.
         self.first = spec
         # Of the last reload that succeeded.
         self.spec = spec
@@ -266,6 +268,51 @@ class CurrentModel:
         self.is_reloading = False
         if spec is not None:
             self.spec = spec
+
+
+class LiveSettings:
+    """The settings of one batcher, which `reconfigure` changes.
+
+    The processes of a shared batcher agree on them as on the model of a reload: the host numbers
+    each change and tells all processes, and of two processes that join a new host the one with the
+    higher number brings the settings. A process repeats its own changes to the next host until a
+    host has confirmed them.
+    """
+
+    def __init__(self, first: Settings) -> None:
+        # The settings given to the constructor. They are part of the host's key, so they never
+        # change.
+        self.first = first
+        self.current = first
+        # Number of the last change that a host has numbered.
+        self.revision = 0
+        # Changes of this process that no host has confirmed, in their order.
+        self.unconfirmed: list[Reconfiguration] = []
+
+    @property
+    def values(self) -> Reconfiguration:
+        """The present values of the options that can change."""
+        return {name: getattr(self.current, name) for name in LIVE_OPTIONS}  # type: ignore[return-value]
+
+    def change(self, changes: Reconfiguration) -> None:
+        """Apply a change of this process; raise ConfigurationError if a value is wrong."""
+        self.current = self.current.changed(changes)
+        if self.first.has_host:
+            self.unconfirmed.append(changes)
+
+    def number_change(self, changes: Reconfiguration) -> None:
+        """Apply a change in the host, and give it the next number."""
+        self.current = self.current.changed(changes)
+        self.revision += 1
+
+    def follow(self, revision: int, values: Reconfiguration, *, is_own: bool = False) -> None:
+        """Take the values of a host or of another process; `is_own` confirms the oldest change."""
+        if is_own:
+            del self.unconfirmed[0]
+        self.revision = revision
+        self.current = replace(self.first, **values)
+        for changes in self.unconfirmed:
+            self.current = self.current.changed(changes)
 
 
 # The remedies for a batcher that was not opened, in an app and in a script.

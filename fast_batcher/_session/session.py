@@ -80,7 +80,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import ModelSpec
 from fast_batcher.observing import WorkerChanged
-from fast_batcher.settings import Reconfiguration, Settings
+from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
@@ -177,8 +177,8 @@ class Session(ABC):
         """Start the workers, without waiting for them."""
 
     @abstractmethod
-    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
-        """Apply the settings with some changes, which were checked before."""
+    def reconfigure(self, settings: Settings) -> None:
+        """Use the changed settings from now on."""
 
     @property
     @abstractmethod
@@ -306,8 +306,6 @@ class LocalSession(Session):
         # Outcomes from OUTPUTS_FRAGMENT frames, by worker, until the last frame of their batch:
         # each worker answers one batch at a time.
         self._fragments: dict[int, list[Any]] = {}
-        # Indexes of workers that were ready once: when all are in it, the batcher is open.
-        self._seen_ready: set[int] = set()
         # Decides about the number of workers, None if it is fixed; and the timer of its next look.
         self._scaling: Scaling | None = None
         self._scaling_timer: asyncio.TimerHandle | None = None
@@ -747,19 +745,18 @@ class LocalSession(Session):
 
     # Events of the pool.
 
-    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+    def worker_ready(
+        self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
+    ) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
         index = worker.index
         if self._is_stepped:  # they are the times of whole answers
             times = []
         self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages, index)
-        reloading = self.pool.reloading
-        is_reloaded = reloading is not None and reloading.is_awaited(worker.id)
-        if index in self._seen_ready and not is_reloaded:
+        if is_restart:
             self._ledger.counters.restarts += 1
             change = WorkerChanged(self._name, index, "restarted", worker.pid, "", worker.node)
             self._observers.tell(change)
-        self._seen_ready.add(index)
         if self.status.state is State.OPENING:
             self._notice_all_ready()
         elif self.status.state is State.BROKEN:
@@ -767,7 +764,7 @@ class LocalSession(Session):
         self._advance(monotonic())
 
     def _notice_all_ready(self) -> None:
-        if self._seen_ready.issuperset(range(self.pool.num_workers)):
+        if self.pool.all_were_ready:
             self.status.move(Event.ALL_READY)
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
@@ -859,13 +856,7 @@ class LocalSession(Session):
         if decision is not None:
             text = "%s: %d workers instead of %d: %s"
             logger.info(text, self._name, decision.workers, load.wanted, decision.reason)
-            self._have_workers(decision.workers)
-
-    def _have_workers(self, count: int) -> None:
-        """Start further workers, or end those with the highest indexes."""
-        # A worker that comes later in the place of a removed one is no restart.
-        self._seen_ready.intersection_update(range(min(count, self.pool.num_workers)))
-        self.pool.scale(self.settings, count)
+            self.pool.scale(self.settings, decision.workers)
 
     # Life.
 
@@ -875,14 +866,15 @@ class LocalSession(Session):
         self._observers.watch_collector()
         self.pool.open()
 
-    def reconfigure(self, settings: Settings, changes: Reconfiguration) -> None:
-        """Apply the settings with some changes, which were checked before."""
+    def reconfigure(self, settings: Settings) -> None:
+        """Use the changed settings from now on."""
         self._submit_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else self._make_policy(settings)
         self.settings = settings
         count = self.pool.num_workers
-        self._have_workers(min(max(count, settings.fewest_workers), settings.most_workers))
+        count = min(max(count, settings.fewest_workers), settings.most_workers)
+        self.pool.scale(settings, count)
         self._set_scaling()
         if self.status.state is State.OPENING:
             self._notice_all_ready()

@@ -142,6 +142,8 @@ class Kind:
     ANSWERS = 49  # outputs that are all in `pickling.ATOMS`
     ITEM_ANSWERS = 50  # outputs pickled separately, and errors
     STATE = 51  # the pickled fields of a `HostState`
+    # Pickled (revision, values of `LiveSettings`); with batch id 1 it confirms a RECONFIGURE.
+    RECONFIGURED = 63
     RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more
     FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
     LOG = 58  # a log record

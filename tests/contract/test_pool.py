@@ -71,7 +71,9 @@ class Told:
         """Send a batch."""
         self.links[worker].send(Kind.INPUT_ATOMS, 7, pickling.dumps(list(inputs)))
 
-    def worker_ready(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+    def worker_ready(
+        self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
+    ) -> None:
         self.times = times
         self.links[worker.id] = worker
         self._tell("ready", worker.id)
@@ -272,7 +274,7 @@ async def test_stopped_pool_starts_nothing(told: Told) -> None:
     await told.until(lambda: told.count("lost") == 1)
     pool.stop(SOON)
     # The replacement would have been started by a timer; there is none, and no thread for it.
-    assert all(one.restart_timer is None for one in pool._replicas)
+    assert all(one.restart_timer is None for one in pool._replicas.values())
     assert psutil.Process().children() == before
     assert "fast_batcher-spawner-tested" not in {one.name for one in threading.enumerate()}
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from models.loading import NeedsFile
 from models.ordinary import Gated, GatedOnLoad, Slow
 from models.versions import Versioned
-from sessions import own_directory, pids_of, session_of
+from sessions import host_of, own_directory, pids_of, session_of
 from shared_client import make
 from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, until
 
@@ -116,12 +118,13 @@ async def test_loading_worker_ends_if_not_wanted(gate: Gate) -> None:
     await batcher.aclose()
 
 
-async def test_opening_ends_with_the_workers_that_are_wanted(gate: Gate) -> None:
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_opening_ends_with_the_workers_that_are_wanted(gate: Gate, kept: int) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), num_workers=2)
     opening = asyncio.create_task(batcher.open())
     visits = [await gate.visit(), await gate.visit()]
     index_of = {worker.pid: worker.index for worker in session_of(batcher).pool.workers.values()}
-    (first,) = [visit for visit in visits if index_of[visit.pid] == 0]
+    (first,) = [visit for visit in visits if index_of[visit.pid] == kept]
     first.let_on()
     await until(lambda: batcher.stats.workers_ready == 1)
     assert batcher.state == "opening"
@@ -146,10 +149,10 @@ async def test_worker_number_changes_after_a_reload(tmp_path: Path) -> None:
         assert {answered_by for answered_by, _ in answers} == {version}
 
 
-async def test_last_ready_worker_stays_until_another_is_ready(tmp_path: Path) -> None:
+async def test_a_worker_that_is_not_ready_is_removed_first(tmp_path: Path) -> None:
     needed = tmp_path / "weights"
     needed.touch()
-    options: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": 0.1}
+    options: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": LIMIT}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **options) as batcher:
         pool = session_of(batcher).pool
         index_of = {worker.index: worker for worker in pool.workers.values()}
@@ -157,12 +160,17 @@ async def test_last_ready_worker_stays_until_another_is_ready(tmp_path: Path) ->
         index_of[0].kill()
         await until(lambda: pool._replicas[0].is_given_up)
         batcher.reconfigure(num_workers=1)
+        await until(lambda: list(pool._replicas) == [1])
         assert await batcher.process_batched("fine") == "fine"
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
-        assert pids_of(batcher).count(index_of[1].pid or 0) == 1
+        assert pids_of(batcher) == [index_of[1].pid]
         needed.touch()
-        await until(lambda: [worker.index for worker in pool.workers.values()] == [0])
-        assert await batcher.process_batched("fine") == "fine"
+        await batcher.reload()
+        # The index of the removed worker is free again.
+        batcher.reconfigure(num_workers=2)
+        await until(lambda: batcher.stats.workers_ready == 2)
+        assert sorted(worker.index for worker in pool.workers.values()) == [0, 1]
+        assert batcher.stats.restarts == 0
 
 
 async def test_a_further_worker_revives_a_broken_batcher(tmp_path: Path) -> None:
@@ -231,6 +239,57 @@ async def test_the_host_changes_the_number_for_all_processes() -> None:
         first.reconfigure(num_workers=1)
         await until(lambda: other.stats.workers_ready == other.stats.num_workers == 1)
         assert await first.process_batched(1) == 1
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_the_last_change_counts_after_the_death_of_the_host() -> None:
+    first, other = [make("ordinary:Slow", {"num_workers": 2}, [0.0]) for _ in range(2)]
+    async with first, other:
+        first.reconfigure(num_workers=3, max_batch_size=4)
+        await until(lambda: other.stats.num_workers == 3)
+        other.reconfigure(num_workers=1)
+        await until(lambda: first.stats.num_workers == 1)
+        for _ in range(3):
+            before = host_of(first)
+            os.kill(before, signal.SIGKILL)
+            for batcher in (first, other):
+                assert await batcher.process_batched(1) == 1
+            await until(lambda: first.stats.num_workers == other.stats.num_workers == 1)
+            for batcher in (first, other):
+                assert batcher.settings["num_workers"] == (1, "reconfigure")
+                assert batcher.settings["max_batch_size"] == (4, "reconfigure")
+            assert host_of(first) == host_of(other) != before
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_a_process_that_opens_again_joins_the_host_of_the_others() -> None:
+    first, other = [make("ordinary:Slow", {}, [0.0]) for _ in range(2)]
+    async with first:
+        async with other:
+            other.reconfigure(max_queue_size=7)
+        first.reconfigure(num_workers=2)
+        # Before it opens; the others hear of it then.
+        other.reconfigure(max_batch_size=5)
+        async with other:
+            assert host_of(other) == host_of(first)
+            await until(lambda: first.settings["max_batch_size"].value == 5)
+            await until(lambda: other.settings["num_workers"].value == 2)
+            for batcher in (first, other):
+                found = [batcher.settings[name].value for name in ("max_queue_size", "num_workers")]
+                assert found == [7, 2]
+            assert await other.process_batched(1) == 1
+    assert not other._live.unconfirmed
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_a_change_that_no_host_has_confirmed_goes_to_the_next() -> None:
+    async with make("ordinary:Slow", {}, [0.0]) as batcher:
+        os.kill(host_of(batcher), signal.SIGSTOP)
+        batcher.reconfigure(num_workers=2)
+        os.kill(host_of(batcher), signal.SIGKILL)
+        assert await batcher.process_batched(1) == 1
+        await until(lambda: batcher.stats.num_workers == 2)
+        assert batcher.settings["num_workers"] == (2, "reconfigure")
 
 
 # A range.

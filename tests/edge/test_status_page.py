@@ -263,17 +263,17 @@ def test_removed_workers_are_not_shown() -> None:
 
     change(1, "started", 5)
     change(1, "ready", 5)
-    assert [seat.state for seat in recorder.seats] == ["unknown", "ready"]
+    assert [seat.state for seat in recorder.seats.values()] == ["unknown", "ready"]
     change(1, "removed", 5)
     recorder.resize(1)
     # It finishes its batches, and ends.
     change(1, "lost", 5)
-    assert [seat.state for seat in recorder.seats] == ["unknown"]
+    assert [seat.state for seat in recorder.seats.values()] == ["unknown"]
     assert not recorder.losses
     change(1, "started", 6)
     change(1, "lost", 5)
     change(1, "ready", 6)
-    assert [seat.state for seat in recorder.seats] == ["unknown", "ready"]
+    assert [seat.state for seat in recorder.seats.values()] == ["unknown", "ready"]
     assert not recorder.losses
 
 

@@ -279,7 +279,9 @@ async def test_other_worker_serves_after_one_gave_up(tmp_path: Path) -> None:
         needed.unlink()
         first, second = pids_of(batcher)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: any(one.is_given_up for one in session_of(batcher).pool._replicas))
+        await until(
+            lambda: any(one.is_given_up for one in session_of(batcher).pool._replicas.values())
+        )
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)

@@ -118,13 +118,15 @@ def _describe_break(batcher: DynBatcher[Any, Any]) -> str:
 
 def _of_workers(stats: BatcherStats, recorder: Recorder, now: float) -> Iterator[Problem]:
     losses = recorder.lost_since(now - LOSS_SECONDS)
-    last = max(recorder.seats, key=lambda seat: seat.exited_at if seat.exit_text else -1.0)
+    index, last = max(
+        recorder.seats.items(), key=lambda item: item[1].exited_at if item[1].exit_text else -1.0
+    )
     lost = ""
     if losses:
         times = "once" if losses == 1 else f"{losses} times"
         lost = f"lost {times} in five minutes; "
         if last.exit_text:
-            index, ago = recorder.seats.index(last), now - last.exited_at
+            ago = now - last.exited_at
             lost += f"last worker {index}, {ago:.0f} s ago: {last.exit_text}"
         else:
             lost += "which and why is not known here"
@@ -135,7 +137,8 @@ def _of_workers(stats: BatcherStats, recorder: Recorder, now: float) -> Iterator
             text = "A worker was lost, and replaced" if not missing else "Workers were lost"
             yield Problem("warning", text, lost)
         return
-    silent = sum(seat.state == "ready" for seat in recorder.seats) - stats.workers_ready
+    ready = sum(seat.state == "ready" for seat in recorder.seats.values())
+    silent = ready - stats.workers_ready
     why = f"{silent} computes for longer than any caller waits; " if silent > 0 else ""
     if stats.workers_ready:
         text = f"{missing} of {stats.num_workers} workers not ready"
@@ -210,7 +213,7 @@ class BatcherReport:
             "num_workers": stats.num_workers,
             "workers": [
                 {"index": index, **_describe_seat(seat, stats.state, now)}
-                for index, seat in enumerate(recorder.seats)
+                for index, seat in sorted(recorder.seats.items())
             ],
             "waiting": stats.waiting,
             "max_queue_size": settings.queue_limit,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any, Literal, get_args
 
+from fast_batcher._core.supervision import choose_surplus
 from fast_batcher._process import monotonic
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.observing import (
@@ -129,7 +130,8 @@ class Recorder(Observer):
         self._timer: asyncio.TimerHandle | None = None
         self.slots: deque[Slot] = deque(maxlen=SLOTS)
         self._first = int(monotonic() // SLOT_SECONDS)
-        self.seats: list[Seat] = [Seat() for _ in range(num_workers)]
+        # By the index of the worker.
+        self.seats: dict[int, Seat] = {index: Seat() for index in range(num_workers)}
         # Moments at which workers were lost; more than this in five minutes is as bad.
         self.losses: deque[float] = deque(maxlen=100)
 
@@ -148,7 +150,7 @@ class Recorder(Observer):
         slot.queue_wait.update(_buckets([request.queue_wait for request in requests]))
         slot.total.update(_buckets([request.total for request in requests]))
         slot.ends.update([(request.outcome, "") for request in requests])
-        if event.worker < len(self.seats):  # else it finishes its batches, and ends
+        if event.worker in self.seats:  # else it finishes its batches, and ends
             self.seats[event.worker].batches += 1
 
     def request_ended(self, event: RequestEnded) -> None:
@@ -166,7 +168,7 @@ class Recorder(Observer):
         if self._follows:
             self._counted = self._batcher.stats
             # The events of their next changes go to another process.
-            self.seats = [Seat() for _ in self.seats]
+            self.seats = {index: Seat() for index in range(len(self.seats))}
             self._sample_later()
 
     def _sample_later(self) -> None:
@@ -220,16 +222,18 @@ class Recorder(Observer):
 
     def _find_seat(self, event: WorkerChanged) -> Seat:
         """Return the seat of a worker, a spare one if the worker was removed before."""
-        if event.worker >= len(self.seats):
-            if event.change != "started":
-                return Seat()
-            self.resize(event.worker + 1)
-        return self.seats[event.worker]
+        if event.worker not in self.seats and event.change not in ("started", "ready"):
+            return Seat()
+        return self.seats.setdefault(event.worker, Seat())
 
     def resize(self, num_workers: int) -> None:
-        """Have as many seats as there should be workers."""
-        self.seats += [Seat() for _ in range(len(self.seats), num_workers)]
-        del self.seats[num_workers:]
+        """Have as many seats as there should be workers; the batcher removes the same ones."""
+        ready = {index: seat.state == "ready" for index, seat in self.seats.items()}
+        for index in choose_surplus(ready, num_workers):
+            del self.seats[index]
+        free = [index for index in range(num_workers) if index not in self.seats]
+        for index in free[: max(0, num_workers - len(self.seats))]:
+            self.seats[index] = Seat()
 
     def read(self, now: float, slots: int = SLOTS) -> Slot:
         """Add up the last slots."""
