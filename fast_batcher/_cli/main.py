@@ -74,8 +74,9 @@ def doctor(
     """
     checks = list(check_machine())
     if target is not None:
-        with _quiet():
+        with _quiet() as warnings:
             checks += asyncio.run(_check_target(target, inputs))
+        checks += [Check("log", "warning", text) for text in warnings.found]
     if as_json:
         sys.stdout.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
     else:
@@ -83,16 +84,34 @@ def doctor(
     raise typer.Exit(any(check.level == "bad" for check in checks))
 
 
+class _Warnings(logging.Handler):
+    """Keeps the warnings of the library and of its workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning; errors are in the report anyway."""
+        if record.levelno == logging.WARNING:
+            self.found.append(record.getMessage())
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Let the library log nothing: the report has what is wrong."""
+def _quiet() -> Iterator[_Warnings]:
+    """Collect the warnings of the library instead of logging."""
     logger = logging.getLogger("fast_batcher")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logger.level, logger.propagate
+    warnings = _Warnings()
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logger.addHandler(warnings)
     try:
-        yield
+        yield warnings
     finally:
-        logger.setLevel(before)
+        logger.removeHandler(warnings)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 async def _check_target(target: str, inputs: str | None) -> list[Check]:

@@ -177,14 +177,18 @@ def _parse_inputs(path: Path) -> list[Any]:
 
 
 def check_options(batcher: DynBatcher[Any, Any]) -> Iterator[Check]:
-    """Tell the options from outside, and options for a batcher of a similar name."""
-    outside = [
-        f"{name}={setting.value!r} ({setting.source})"
-        for name, setting in batcher.settings.items()
-        if setting.source not in ("default", "code")
-    ]
+    """Tell the options from outside, and options that have no effect."""
+    outside, overridden = [], []
+    for name, (value, source) in batcher.settings.items():
+        if source.startswith("code, not "):
+            overridden.append((name, source.removeprefix("code, not ")))
+        elif source not in ("default", "code"):
+            outside.append(f"{name}={value!r} ({source})")
     if outside:
         yield Check("options", "good", f"from outside: {', '.join(outside)}")
+    for name, source in overridden:
+        text = f"{source} has no effect, because the code gives {name}="
+        yield Check("options", "warning", text, f"remove {name}= from the code, or {source}")
     for source in find_similar(batcher.name):
         yield Check(
             "options",

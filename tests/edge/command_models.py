@@ -29,6 +29,15 @@ class Sleeper(Doubler):
         return inputs
 
 
+class OnTheCpu(Doubler):
+    """Loads PyTorch, and uses no GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._weight = torch.zeros(1)
+
+
 class NoWeights(Doubler):
     def __init__(self) -> None:
         raise FileNotFoundError("weights.pt")

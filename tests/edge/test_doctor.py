@@ -124,6 +124,23 @@ def test_options_from_outside_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1]["text"].startswith("FAST_BATCHER_DUBLER__TIMEOUT is not for")
 
 
+def test_options_that_the_code_overrides_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAST_BATCHER_MAX_BATCH_SIZE", "5")
+    code, checks = examine("command_models:batcher")
+    assert code == 0
+    assert checks["options"]["level"] == "warning"
+    assert "FAST_BATCHER_MAX_BATCH_SIZE has no effect" in checks["options"]["text"]
+
+
+def test_a_gpu_that_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code, checks = examine("command_models:OnTheCpu")
+    assert code == 0
+    assert checks["log"]["level"] == "warning"
+    assert "this process sees cuda:0" in checks["log"]["text"]
+    assert 'devices="auto"' in checks["log"]["text"]
+
+
 def test_warm_up_is_measured_without_inputs() -> None:
     code, checks = examine("command_models:Doubler")
     assert code == 0

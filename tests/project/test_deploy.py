@@ -17,7 +17,7 @@ import yaml
 from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 from paths import ROOT
 from programs import run_command
-from servers import Server, get
+from servers import Server, find_free_port, get
 
 from fast_batcher.fastapi import BROKEN_TIMEOUT
 from fast_batcher.settings import Settings
@@ -67,7 +67,7 @@ def test_manifests_name_each_other() -> None:
     _, container = read_container()
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
-    (port,), (opened,) = service["spec"]["ports"], container["ports"]
+    (port,), (opened, metrics) = service["spec"]["ports"], container["ports"]
     assert port["targetPort"] == opened["name"]
     (rule,) = read_manifest("ingress.yaml")["spec"]["rules"]
     backend = rule["http"]["paths"][0]["backend"]["service"]
@@ -81,7 +81,7 @@ def test_manifests_name_each_other() -> None:
     command = container["command"]
     assert int(command[command.index("--port") + 1]) == opened["containerPort"]
     notes = deployment["spec"]["template"]["metadata"]["annotations"]
-    assert notes["prometheus.io/port"] == str(opened["containerPort"])
+    assert notes["prometheus.io/port"] == str(metrics["containerPort"])
 
 
 def test_pod_has_time_to_end() -> None:
@@ -158,19 +158,28 @@ def test_the_command_of_a_pod_serves_and_ends(tmp_path: Path) -> None:
     (metrics,) = re.findall(
         r"^```python\n(.*?)^```", (DOCS / "kubernetes.md").read_text(), re.M | re.S
     )
-    with (tmp_path / "server.py").open("a") as file:
-        file.write(metrics)
+    notes = read_manifest("deployment.yaml")["spec"]["template"]["metadata"]["annotations"]
+    own_port = notes["prometheus.io/port"]
+    assert own_port in metrics
+    free = find_free_port()
+    program = (tmp_path / "server.py").read_text()
+    line = "app = FastAPI(lifespan=batcher.lifespan)\n"
+    assert line in program
+    (tmp_path / "server.py").write_text(program.replace(line, metrics.replace(own_port, str(free))))
     command = ["127.0.0.1" if one == "0.0.0.0" else one for one in container["command"]]
     command[command.index("--port") + 1] = "0"
     paths = os.pathsep.join([str(ROOT), str(tmp_path)])
-    server = Server("", command=command, settings={"PYTHONPATH": paths})
+    settings = {"PYTHONPATH": paths, "STATUS_PASSWORD": "secret"}
+    server = Server("", command=command, settings=settings)
     try:
         url = server.url()
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             path = container[probe]["httpGet"]["path"]
             assert get(f"{url}{path}").status_code == 200
-        shown = get(f"{url}/metrics").text
+        assert get(f"{url}/metrics").status_code == 404
+        shown = get(f"http://127.0.0.1:{free}/metrics").text
         assert all(name in shown for name in read_wanted_metrics())
+        assert get(f"{url}/batchers").status_code == 401
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_for_exit() in (0, -signal.SIGTERM)
         assert "Application shutdown complete" in server.output

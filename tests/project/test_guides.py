@@ -34,6 +34,8 @@ def save(page: str, folder: Path) -> dict[str, str]:
 # --- the tutorial ---------------------------------------------------------------------------------
 
 
+# Of the status page; the tutorial's command has it, too.
+PASSWORD = "secret"
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 
@@ -48,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with run_server("server:app", folder, settings={"PYTHONPATH": str(ROOT)}) as url:
+    settings = {"PYTHONPATH": str(ROOT), "STATUS_PASSWORD": PASSWORD}
+    with run_server("server:app", folder, settings=settings) as url:
         yield url
 
 
@@ -82,9 +85,13 @@ def test_the_server_answers_as_the_tutorial_says(address: str) -> None:
 @needs_curl
 def test_the_load_of_the_tutorial_is_answered(address: str) -> None:
     def count() -> int:
-        page = get(f"{address}/batchers.json").json()
+        page = get(f"{address}/batchers.json", auth=("anyone", PASSWORD)).json()
         return int(page["batchers"][0]["totals"]["completed"])
 
+    for password in ("", "secre", "s\N{LATIN SMALL LETTER E WITH ACUTE}cret"):
+        answer = get(f"{address}/batchers.json", auth=("anyone", password))
+        assert answer.status_code == 401
+    assert f"STATUS_PASSWORD={PASSWORD} uvicorn" in read("tutorial.md")
     before = count()
     run_commands(7, address)
     assert count() == before + 300
