@@ -165,6 +165,7 @@ def main() -> int:
                 results.measurements,
                 how,
                 results.text(),
+                results.verdicts(),
                 versions=versions,
             )
         text = report.getvalue()

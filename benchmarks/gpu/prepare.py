@@ -1,6 +1,7 @@
 """Part `prepare`: images are normalised on the CPU beside `infer`, or inside of it."""
 
 import asyncio
+import os
 import time
 from contextlib import AsyncExitStack
 from statistics import median
@@ -51,6 +52,8 @@ async def _measure(run: Run) -> None:
                 devices=run.device,
                 model_kwargs={"arch": arch, "dtype": run.dtype},
                 name=name,
+                # As many as the threads of `InsideThreads`, in place of a share for each worker.
+                stage_threads=len(os.sched_getaffinity(0)),
             )
             for name, model in MODELS.items()
         }

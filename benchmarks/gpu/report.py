@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.report import Columns, Compared, Measurement, Table
+from benchmarks.reference_experiment import CEILING_BARS, SPEED_UP_BAR
+from benchmarks.report import Columns, Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load
 
 RATE = "requests_per_second"
@@ -66,6 +67,8 @@ COLUMNS: Mapping[str, Columns] = {
         "longest gap s": "recovery_s",
     },
 }
+# The bars of `reference_experiment` on a GPU, by column.
+REFERENCE_BARS = {"of the bare loop": CEILING_BARS["cuda"], "over one by one": SPEED_UP_BAR}
 # No load of `benchmarks.scenarios`: the parts make their own.
 NO_LOAD = Load("", 0, 0, 0.0)
 # Tables per row of the picture.
@@ -130,6 +133,21 @@ class Results:
         """Put tables and notes below each other."""
         tables = [table.text(self.measurements, self.device) for table in self.tables()]
         return "\n\n".join([*tables, "\n".join(self.notes)])
+
+    def verdicts(self) -> list[Verdict]:
+        """Make the bars of the reference experiment on a GPU."""
+        tables = [table for table in self.tables() if table.name == "reference"]
+        return [
+            Verdict(
+                f"ours {column}: at least {bar:g}",
+                table.spread(self.measurements, "ours", self.device, table.columns[column]),
+                at_least=bar,
+            )
+            for table in tables
+            if self.device == "cuda"
+            for column, bar in REFERENCE_BARS.items()
+            if column in table.columns
+        ]
 
     def draw(self, path: Path, title: str) -> None:
         """Draw requests per second or the last column as bars; the times of batches as lines.
