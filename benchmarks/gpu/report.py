@@ -116,7 +116,8 @@ class Results:
 
     def tables(self) -> list[Table]:
         """Make the tables that have rows, without columns that no row has."""
-        return [self._make_table(name, title) for name, title in self.titles.items()]
+        tables = [self._make_table(name, title) for name, title in self.titles.items()]
+        return [table for table in tables if table.systems]
 
     def _make_table(self, name: str, title: str) -> Table:
         rows = [m for m in self.measurements if m.scenario == name and m.error is None]
@@ -157,7 +158,7 @@ class Results:
         """
         from matplotlib.figure import Figure
 
-        tables = [table for table in self.tables() if table.systems]
+        tables = self.tables()
         if not tables:
             return
         lines = -(-len(tables) // PICTURE_COLUMNS)
