@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import metadata
 from typing import Any
 
+import fast_batcher
 from benchmarks.cpu import TreeCpu
 from benchmarks.load.gpu import GpuWatch
 from benchmarks.resnet_model import Answer, Job, Model, make_inputs
@@ -112,10 +113,9 @@ async def measure(job: Job) -> dict[str, Any]:
 
 def find_versions(system: str) -> dict[str, str]:
     """Find the versions of PyTorch and of the system."""
-    distributions = ["torch", "numpy"]
-    if system not in ("bare loop", "one by one"):
-        distributions.append({"ours": "fast_batcher"}.get(system, system))
-    versions = {name: metadata.version(name) for name in distributions}
+    own = {"ours": {"fast_batcher": fast_batcher.__version__}, "bare loop": {}, "one by one": {}}
+    versions = own[system] if system in own else {system: metadata.version(system)}
+    versions |= {name: metadata.version(name) for name in ("torch", "numpy")}
     return {"python": sys.version.split()[0], **versions}
 
 

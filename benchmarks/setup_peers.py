@@ -13,8 +13,17 @@ from pathlib import Path
 
 ENVIRONMENTS = Path(__file__).resolve().parent.parent / ".venv-peers"
 
+
+def pin(name: str) -> str:
+    """Require our own version of a package, or any version if we do not have it."""
+    try:
+        return f"{name}=={metadata.version(name)}"
+    except metadata.PackageNotFoundError:
+        return name
+
+
 # What an app of ours runs on, in our versions, so that it makes no difference.
-HTTP = [f"{name}=={metadata.version(name)}" for name in ("fastapi", "uvicorn", "httptools")]
+HTTP = [pin(name) for name in ("fastapi", "uvicorn", "httptools")]
 PEERS = {
     # pydantic and numpy: imported by it or by its users' models.
     "fast_dynamic_batcher": ["fast_dynamic_batcher==1.1.0", "pydantic", "numpy", *HTTP],
@@ -41,7 +50,7 @@ def install(peer: str) -> None:
         subprocess.CalledProcessError: pip failed; its messages are on stderr.
     """
     # The same event loop as ours, so that the loop makes no difference.
-    requirements = [*PEERS[peer], f"uvloop=={metadata.version('uvloop')}"]
+    requirements = [*PEERS[peer], pin("uvloop")]
     wanted = "\n".join([f"python {sys.version}", *requirements])
     done = ENVIRONMENTS / peer / "installed.txt"
     if done.exists() and done.read_text() == wanted:
