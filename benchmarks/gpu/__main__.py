@@ -66,7 +66,9 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def choose_environment(device: str) -> dict[str, str]:
     """Choose the variables of all parts, for one GPU or none."""
     if device == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        # Threads that wait for each other sleep, as in `benchmarks.reference_experiment`.
+        return {"CUDA_VISIBLE_DEVICES": visible, "OMP_WAIT_POLICY": "PASSIVE"}
     # With one thread each, a bare loop has no more cores than a worker beside others.
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 

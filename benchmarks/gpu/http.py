@@ -27,6 +27,9 @@ from fast_batcher._load.measurement import Case, LoadSettings
 TOKENS = 256
 # Texts with different ids.
 TEXTS = 16
+IMAGES = "examples.image_classification.app:app"
+# Server processes that share one model: one process cannot copy as many images as a GPU computes.
+PROCESSES = 4
 # A server drains its clients' requests in this time, seconds.
 STOP_LIMIT = 10.0
 
@@ -71,17 +74,25 @@ def measure(run: Run) -> None:
             seed=SEED,
         )
         target = Target("127.0.0.1", server.port, server)
-        return lambda repetition: (
-            measure_load(target, Case("", path, clients), repetition, settings).figures
-        )
+
+        def measure_path(repetition: int) -> Figures:
+            figures = measure_load(target, Case("", path, clients), repetition, settings).figures
+            if server is servers[-1]:  # it is the first of several processes, which only waits
+                del figures["api_cpu_ms"]
+            return figures
+
+        return measure_path
 
     with ExitStack() as stack:
+        # uvicorn reads the number of its processes from this variable.
+        shared = {"WEB_CONCURRENCY": f"{PROCESSES}", "FAST_BATCHER_SHARED": "1"}
         servers = [
             start(tied.command("uvicorn", app, "--port", "0", *UVICORN_OPTIONS), environment)
             for app, environment in (
-                ("examples.image_classification.app:app", {**resnet, "MAX_BATCH_SIZE": f"{size}"}),
-                ("examples.image_classification.app:app", {**resnet, "MAX_BATCH_SIZE": "1"}),
+                (IMAGES, {**resnet, "MAX_BATCH_SIZE": f"{size}"}),
+                (IMAGES, {**resnet, "MAX_BATCH_SIZE": "1"}),
                 ("benchmarks.gpu.app:app", {"GPU_BENCHMARK_ENCODER": json.dumps(options)}),
+                (IMAGES, {**resnet, "MAX_BATCH_SIZE": f"{size}", **shared}),
             )
         ]
         for server in servers:
@@ -94,6 +105,11 @@ def measure(run: Run) -> None:
         cells = [
             Cell("resnet", "bare loop", classify),
             Cell("resnet", "batched", load(servers[0], "/classify-array", [array], octets)),
+            Cell(
+                "resnet",
+                f"batched, {PROCESSES} processes",
+                load(servers[3], "/classify-array", [array], octets),
+            ),
             Cell("resnet", "unbatched", load(servers[1], "/classify-array", [array], octets)),
             Cell("encoder", "bare loop", classify_alone),
             Cell("encoder", "batched", load(servers[2], "/encode", bodies, text)),
