@@ -154,6 +154,7 @@ def make_hello(
         observes=observes,
         was_open=was_open,
         supervisor=key.supervisor,
+        is_shared=bool(settings.shared),
     )
 
 
