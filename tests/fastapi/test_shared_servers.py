@@ -20,6 +20,8 @@ Serve = Callable[..., Server]
 APP = "apps.shared:app"
 BEGINS = r"server (\d+) begins"
 UVICORN = ["uvicorn", APP, "--port", "0", "--no-use-colors", "--no-access-log", "--workers", "2"]
+# A new process may take longer than the 5 seconds that are uvicorn's default.
+PATIENT = ["--timeout-worker-healthcheck", "300"]
 HYPERCORN = ["hypercorn", "--workers", "2", "--bind", "127.0.0.1:0", APP]
 GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
 
@@ -90,17 +92,23 @@ def test_server_processes_share_one_model(
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
+    [
+        pytest.param([*UVICORN, *PATIENT], id="uvicorn"),
+        pytest.param([*GUNICORN, APP], id="gunicorn"),
+        pytest.param([*GUNICORN, "--preload", APP], id="gunicorn, preloaded"),
+    ],
 )
 def test_answers_are_right_during_sighup_replacement(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
 ) -> None:
+    """Nothing has changed, so that the new processes use the loaded model."""
     server, clients = start(serve, load, command)
     server.process.send_signal(signal.SIGHUP)
     for _ in range(2):
         server.wait_for(BEGINS)
     clients.wait_for(UNDER_WAY)
     end(server, clients, hosts, signal.SIGTERM, is_group=False)
+    assert hosts.loads() == 1, server.output
 
 
 def test_answers_are_right_while_gunicorn_recycles_its_processes(
