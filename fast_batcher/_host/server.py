@@ -39,7 +39,7 @@ from fast_batcher._host.protocol import (
     Welcome,
     pack_error,
 )
-from fast_batcher._host.rendezvous import check_peer
+from fast_batcher._host.rendezvous import check_peer, has_rival
 from fast_batcher._host.tenant import (
     HostSender,
     OpaquePickler,
@@ -447,6 +447,8 @@ class HostServer:
         # moment at which the last of them has joined.
         self._shared_by: int | None = None
         self._joined_at = 0.0
+        # Whether the server has started a process that has not joined yet, and no other is left.
+        self._awaits_successor = False
         self._end_timer: asyncio.TimerHandle | None = None
         # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
         # it is gone.
@@ -559,6 +561,7 @@ class HostServer:
         self._tenants[tenant.id] = tenant
         self._tenancy.joined(tenant.id)
         self._joined_at = monotonic()
+        self._awaits_successor = False
         self._welcome(tenant, hello)
 
     def tenant_vanished(self, tenant: Tenant) -> None:
@@ -581,6 +584,7 @@ class HostServer:
         self._tenants.pop(tenant.id, None)
         self._remove(tenant)
         successor_age = inf if self._tenants else self._read_successor_age(session)
+        self._awaits_successor = successor_age < inf
         self._tenancy.said_goodbye(monotonic(), tenant.id, successor_age)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
             self._stop_reporting(tenant)
@@ -600,6 +604,7 @@ class HostServer:
             self._shared_by is None
             or session.status.state is State.BROKEN
             or session.find_changed_file() is not None
+            or has_rival(self._listener)
         ):
             return inf
         age = read_age_of_youngest_child(self._shared_by)
@@ -775,6 +780,9 @@ class HostServer:
     def _tick(self) -> None:
         if self._session is not None:
             self._session.ranges.reuse()
+        if self._awaits_successor and has_rival(self._listener):
+            # The successor has other settings. The device may have no room for a second model.
+            self.asked_to_end()
         self._choose_reporter()
         self._push()
         self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())

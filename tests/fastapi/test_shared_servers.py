@@ -4,13 +4,14 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from server_load import GUNICORN, UNDER_WAY, URL, Load, load
 from servers import Server, find_free_port, serve
 from shared_hosts import Hosts, hosts
-from waits import measured
+from waits import LIMIT, Watch, measured
 
 __all__ = ["hosts", "load", "serve"]
 
@@ -109,6 +110,26 @@ def test_answers_are_right_during_sighup_replacement(
     clients.wait_for(UNDER_WAY)
     end(server, clients, hosts, signal.SIGTERM, is_group=False)
     assert hosts.loads() == 1, server.output
+
+
+def test_host_does_not_wait_for_processes_with_another_host(
+    serve: Serve, load: Callable[[str], Load], hosts: Hosts, tmp_path: Path
+) -> None:
+    config = tmp_path / "gunicorn.conf.py"
+    config.write_text('raw_env = ["RELEASE=1"]')
+    server, clients = start(serve, load, [*GUNICORN, "--config", str(config), APP])
+    old = hosts.hosts()
+    # Both may live for a moment.
+    (hosts.notes / f"killed.{old[0]}").touch()
+    with Watch(old) as watch:
+        config.write_text('raw_env = ["RELEASE=2"]')
+        server.process.send_signal(signal.SIGHUP)
+        for _ in range(2):
+            server.wait_for(BEGINS)
+        assert watch.survivors(LIMIT) == []
+    clients.wait_for(UNDER_WAY)
+    end(server, clients, hosts, signal.SIGTERM, is_group=False)
+    assert hosts.loads() == 2, server.output
 
 
 def test_answers_are_right_while_gunicorn_recycles_its_processes(
