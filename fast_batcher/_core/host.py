@@ -17,12 +17,12 @@ class Tenancy:
     """The API processes of a host, which ends when none needs it.
 
         the last API process ...     the host ends ...
-        says goodbye                 at once
-        vanishes                     after `LINGER`: the server usually starts another;
-                                     at once if the supervisor has ended
+        says goodbye                 at once, or `LINGER` after the start of its successor
+        vanishes                     after `LINGER`: the server usually starts another
         never came                   after `LINGER`
 
-    A host that was asked to end (SIGTERM) ends with its last API process, however that leaves.
+    A host that was asked to end (SIGTERM), or whose supervisor has ended, ends with its last API
+    process, however that leaves.
     """
 
     def __init__(self, now: float) -> None:
@@ -41,16 +41,25 @@ class Tenancy:
         """Add an API process."""
         self._tenants.add(tenant)
 
-    def said_goodbye(self, now: float, tenant: int) -> None:
-        """Remove an API process that has closed its batcher."""
-        self._tenants.discard(tenant)
-        self._ends_at = now
+    def said_goodbye(self, now: float, tenant: int, successor_age: float = inf) -> None:
+        """Remove an API process that has closed its batcher.
+
+        Args:
+            now: The present.
+            tenant: The process.
+            successor_age: Seconds since the server has started the successor, which has not joined
+                yet; infinite without one.
+        """
+        self._remove(now, tenant, max(0.0, LINGER - successor_age))
 
     def vanished(self, now: float, tenant: int) -> None:
         """Remove an API process that has died."""
+        self._remove(now, tenant, LINGER)
+
+    def _remove(self, now: float, tenant: int, seconds: float) -> None:
         self._tenants.discard(tenant)
         may_linger = self._has_supervisor and not self._was_asked_to_end
-        self._ends_at = now + LINGER if may_linger else now
+        self._ends_at = now + seconds if may_linger else now
 
     def supervisor_ended(self, now: float) -> None:
         """Note that no further API process will come."""

@@ -18,10 +18,12 @@ import contextlib
 import copyreg
 import hashlib
 import itertools
+import math
 import os
 import select
 import signal
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -251,12 +253,45 @@ def read_start_time(pid: int) -> str | None:
 
     A pid and its start time name one process, for good. Systems without `/proc` tell none.
     """
+    status = _read_status(pid)
+    return None if status is None else status[_STARTED]
+
+
+def read_age_of_youngest_child(pid: int) -> float:
+    """Return the age in seconds of the youngest living child of a process; infinite without one.
+
+    Children in another session than their parent do not count: these are no server processes.
+    """
+    parent = _read_status(pid)
+    if parent is None:
+        return math.inf
+    names = (path.name for path in Path("/proc").iterdir())
+    found = (_read_status(int(name)) for name in names if name.isdecimal())
+    starts = [
+        int(status[_STARTED])
+        for status in found
+        if status is not None
+        and status[_PARENT] == str(pid)
+        and status[_SESSION] == parent[_SESSION]
+        and status[_STATE] not in _DEAD
+    ]
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return now - max(starts) / os.sysconf("SC_CLK_TCK") if starts else math.inf
+
+
+# Positions of fields in `_read_status`, and the states of processes that have ended.
+_STATE, _PARENT, _SESSION, _STARTED = 0, 1, 3, 19
+_DEAD = frozenset("ZX")
+
+
+def _read_status(pid: int) -> list[str] | None:
+    """Return the fields of `/proc/<pid>/stat` from the state on; None if it is not visible here."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name of the program comes before this, in parentheses, and may contain anything.
-    return text.rpartition(")")[2].split()[19]
+    # The name of the program comes before the state, in parentheses, and may contain anything.
+    return text.rpartition(")")[2].split()
 
 
 def _digest_process(module_file: str | None) -> dict[str, str]:

@@ -158,6 +158,7 @@ def make_hello(
         observes=observes,
         was_open=was_open,
         supervisor=key.supervisor,
+        is_shared=bool(settings.shared),
     )
 
 

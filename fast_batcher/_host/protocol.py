@@ -102,6 +102,8 @@ class Hello(NamedTuple):
     was_open: bool
     # The process after whose death no further API process will come, or None.
     supervisor: int | None
+    # Whether other processes may share the host.
+    is_shared: bool
 
 
 class Welcome(NamedTuple):

@@ -150,6 +150,15 @@ def announce(listener: socket.socket, socket_id: str) -> bool:
     return True
 
 
+def has_rival(listener: socket.socket) -> bool:
+    """Return whether the scope of a listening host has another living host. Host process."""
+    if listener.fileno() < 0:
+        return False
+    path = Path(listener.getsockname())
+    scope = path.name.partition("-")[0]
+    return any(other != path and _is_bound(other) for other in path.parent.glob(f"{scope}-*.sock"))
+
+
 def retire(listener: socket.socket, socket_id: str) -> None:
     """Remove the host's socket. Host process, its last act: end the process at once.
 

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -27,7 +28,7 @@ from fast_batcher._core.host import Reporting, Tenancy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Group, Request, State, settle
 from fast_batcher._file_state import FileState, read_state
-from fast_batcher._host.identity import identify_process
+from fast_batcher._host.identity import identify_process, read_age_of_youngest_child
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     MAX_RANGES,
@@ -38,7 +39,7 @@ from fast_batcher._host.protocol import (
     Welcome,
     pack_error,
 )
-from fast_batcher._host.rendezvous import check_peer
+from fast_batcher._host.rendezvous import check_peer, has_rival
 from fast_batcher._host.tenant import (
     HostSender,
     OpaquePickler,
@@ -450,6 +451,12 @@ class HostServer:
         self._newest: Generation | None = None
         self._is_push_scheduled = False
         self._supervisor = -1
+        # Pid of the parent of all server processes, None if they have various parents; and the
+        # moment at which the last of them has joined.
+        self._shared_by: int | None = None
+        self._joined_at = 0.0
+        # Whether the server has started a process that has not joined yet, and no other is left.
+        self._awaits_successor = False
         self._end_timer: asyncio.TimerHandle | None = None
         # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
         # it is gone.
@@ -561,6 +568,8 @@ class HostServer:
             return
         self._tenants[tenant.id] = tenant
         self._tenancy.joined(tenant.id)
+        self._joined_at = monotonic()
+        self._awaits_successor = False
         self._welcome(tenant, hello)
 
     def tenant_vanished(self, tenant: Tenant) -> None:
@@ -582,7 +591,9 @@ class HostServer:
         """Let a process go that has closed its batcher."""
         self._tenants.pop(tenant.id, None)
         self._remove(tenant)
-        self._tenancy.said_goodbye(monotonic(), tenant.id)
+        successor_age = inf if self._tenants else self._read_successor_age(session)
+        self._awaits_successor = successor_age < inf
+        self._tenancy.said_goodbye(monotonic(), tenant.id, successor_age)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
             self._stop_reporting(tenant)
             tenant.send(Kind.FAREWELL, session.pack_state())
@@ -590,6 +601,22 @@ class HostServer:
         else:
             self._waiting.append(tenant)
         self._check_end()
+
+    def _read_successor_age(self, session: HostSession) -> float:
+        """Return the age of a server process that has not joined yet; infinite without one.
+
+        At SIGHUP gunicorn starts new processes, and the old ones end before the new ones have
+        imported the app. The host waits for these, unless they need another model.
+        """
+        if (
+            self._shared_by is None
+            or session.status.state is State.BROKEN
+            or session.find_changed_file() is not None
+            or has_rival(self._listener)
+        ):
+            return inf
+        age = read_age_of_youngest_child(self._shared_by)
+        return age if age < monotonic() - self._joined_at else inf
 
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
         session = tenant.session = self._session or self._begin(hello)
@@ -652,6 +679,7 @@ class HostServer:
         logging.getLogger().addHandler(self._logs)
         session = self._session = HostSession(hello, self.push_soon)
         self._watch_supervisor(hello.supervisor)
+        self._shared_by = hello.supervisor if hello.is_shared else None
         session.begin()
         return session
 
@@ -773,6 +801,9 @@ class HostServer:
     def _tick(self) -> None:
         if self._session is not None:
             self._session.ranges.reuse()
+        if self._awaits_successor and has_rival(self._listener):
+            # The successor has other settings. The device may have no room for a second model.
+            self.asked_to_end()
         self._choose_reporter()
         self._push()
         self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())
@@ -846,7 +877,7 @@ class HostServer:
         seconds = self._tenancy.ends_at - monotonic()
         if seconds <= 0:
             self._end()
-        elif seconds != float("inf"):
+        elif seconds != inf:
             self._end_timer = self._loop.call_later(seconds, self._check_end, context=Context())
 
     def _end(self) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,14 @@ from fast_batcher._host import rendezvous
 from fast_batcher._host.directory import identify_socket, open_directory
 from fast_batcher._host.identity import HostKey, make_key
 from fast_batcher._host.launch import HostProcess, launch_host
-from fast_batcher._host.rendezvous import announce, check_peer, connect, replace_silent, retire
+from fast_batcher._host.rendezvous import (
+    announce,
+    check_peer,
+    connect,
+    has_rival,
+    replace_silent,
+    retire,
+)
 from fast_batcher.errors import ConfigurationError, NotReadyError, WorkerStartupError
 
 SERVE = partial(launch, "serve")
@@ -553,3 +560,19 @@ def test_each_side_refuses_a_peer_of_another_user(tmp_path: Path) -> None:
             check_peer(connection)
         assert status_of(child) == 7
     os.close(listening)
+
+
+def test_only_a_living_host_of_the_same_scope_is_a_rival(tmp_path: Path) -> None:
+    with ExitStack() as at_end:
+        first, second, other = (
+            at_end.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)
+        )
+        first.bind(str(tmp_path / "a-1.sock"))
+        other.bind(str(tmp_path / "b-1.sock"))
+        assert not has_rival(first)
+        second.bind(str(tmp_path / "a-2.sock"))
+        assert has_rival(first)
+        second.close()
+        assert not has_rival(first)
+        first.close()
+        assert not has_rival(first)

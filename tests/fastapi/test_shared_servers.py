@@ -4,13 +4,14 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from server_load import GUNICORN, UNDER_WAY, URL, Load, load
 from servers import Server, find_free_port, serve
 from shared_hosts import Hosts, hosts
-from waits import measured
+from waits import LIMIT, Watch, measured
 
 __all__ = ["hosts", "load", "serve"]
 
@@ -20,6 +21,8 @@ Serve = Callable[..., Server]
 APP = "apps.shared:app"
 BEGINS = r"server (\d+) begins"
 UVICORN = ["uvicorn", APP, "--port", "0", "--no-use-colors", "--no-access-log", "--workers", "2"]
+# A new process may take longer than the 5 seconds that are uvicorn's default.
+PATIENT = ["--timeout-worker-healthcheck", "300"]
 HYPERCORN = ["hypercorn", "--workers", "2", "--bind", "127.0.0.1:0", APP]
 GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
 
@@ -90,17 +93,43 @@ def test_server_processes_share_one_model(
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
+    [
+        pytest.param([*UVICORN, *PATIENT], id="uvicorn"),
+        pytest.param([*GUNICORN, APP], id="gunicorn"),
+        pytest.param([*GUNICORN, "--preload", APP], id="gunicorn, preloaded"),
+    ],
 )
 def test_answers_are_right_during_sighup_replacement(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
 ) -> None:
+    """Nothing has changed, so that the new processes use the loaded model."""
     server, clients = start(serve, load, command)
     server.process.send_signal(signal.SIGHUP)
     for _ in range(2):
         server.wait_for(BEGINS)
     clients.wait_for(UNDER_WAY)
     end(server, clients, hosts, signal.SIGTERM, is_group=False)
+    assert hosts.loads() == 1, server.output
+
+
+def test_host_does_not_wait_for_processes_with_another_host(
+    serve: Serve, load: Callable[[str], Load], hosts: Hosts, tmp_path: Path
+) -> None:
+    config = tmp_path / "gunicorn.conf.py"
+    config.write_text('raw_env = ["RELEASE=1"]')
+    server, clients = start(serve, load, [*GUNICORN, "--config", str(config), APP])
+    old = hosts.hosts()
+    # Both may live for a moment.
+    (hosts.notes / f"killed.{old[0]}").touch()
+    with Watch(old) as watch:
+        config.write_text('raw_env = ["RELEASE=2"]')
+        server.process.send_signal(signal.SIGHUP)
+        for _ in range(2):
+            server.wait_for(BEGINS)
+        assert watch.survivors(LIMIT) == []
+    clients.wait_for(UNDER_WAY)
+    end(server, clients, hosts, signal.SIGTERM, is_group=False)
+    assert hosts.loads() == 2, server.output
 
 
 def test_answers_are_right_while_gunicorn_recycles_its_processes(

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx2
 import pytest
@@ -20,21 +21,35 @@ UNDER_WAY = 100
 
 
 class Load:
-    """Clients of `apps.counted` that ask without a pause until they are told to stop.
+    """Clients of a server that ask without a pause until they are told to stop.
 
     Every second one has a connection of its own for each request. A connection that is refused, or
     is closed before an answer, is within the rules of a server that ends: the client tries again.
     Every answer has to be the right one, and has to come.
+
+    Args:
+        url: Of the server.
+        path: What they ask for; each question has a number of its own.
+        is_right: Whether this is the answer to a number.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        path: str = "/double/{}",
+        is_right: Callable[[int, Any], bool] = lambda number, answer: answer == 2 * number,
+    ) -> None:
         self._url = url
+        self._path = path
+        self._is_right = is_right
         self._numbers = itertools.count()
         self._stopped = threading.Event()
         # Guards what the clients have seen.
         self._changed = threading.Condition()
         self.answered = 0
         self.wrong: list[str] = []
+        # Requests that ended without an answer although their connections were new.
+        self.dropped: list[str] = []
         self._clients = ThreadPoolExecutor(CLIENTS)
         for number in range(CLIENTS):
             self._clients.submit(self._ask, keeps=number % 2)
@@ -56,13 +71,16 @@ class Load:
             while not self._stopped.is_set():
                 number = next(self._numbers)
                 try:
-                    response = client.get(f"/double/{number}")
+                    response = client.get(self._path.format(number))
                 except httpx2.TimeoutException as error:
                     self._note(f"no answer to {number}: {error!r}")
-                except httpx2.TransportError:
+                except httpx2.TransportError as error:
+                    if not keeps:
+                        self.dropped.append(f"{number}: {error!r}")
                     self._stopped.wait(0.01)  # leave the cores to the server
                 else:
-                    is_right = response.status_code == 200 and response.json() == 2 * number
+                    is_ok = response.status_code == 200
+                    is_right = is_ok and self._is_right(number, response.json())
                     self._note("" if is_right else f"{number}: {response} {response.text}")
 
     def _note(self, wrong: str) -> None:
@@ -75,11 +93,11 @@ class Load:
 
 
 @pytest.fixture
-def load() -> Iterator[Callable[[str], Load]]:
+def load() -> Iterator[Callable[..., Load]]:
     loads: list[Load] = []
 
-    def start(url: str) -> Load:
-        loads.append(Load(url))
+    def start(url: str, *options: Any) -> Load:
+        loads.append(Load(url, *options))
         return loads[-1]
 
     yield start

@@ -72,7 +72,7 @@ class Server:
         app: What it serves, as "module:name" below `tests/support`.
         options: More of its command line.
         folder: Where the module is, if not here.
-        command: Another server, with its whole command line.
+        command: Another server, with its whole command line: a module, or the path of a script.
         python: The interpreter; another one than that of these tests sees no path of theirs.
         settings: More of its environment.
     """
@@ -91,8 +91,9 @@ class Server:
             environment = {}
         if folder is not None:
             options = (*options, "--app-dir", str(folder))
+        command = command or uvicorn_command(app, *options)[2:]
         self.process = subprocess.Popen(
-            [python, *(["-m", *command] if command else uvicorn_command(app, *options)[1:])],
+            [python, *([] if os.path.isabs(command[0]) else ["-m"]), *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,22 +1,29 @@
 """Identities of processes: only the process that is meant is killed."""
 
+import math
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 import pytest
 
-from fast_batcher._host.identity import identify_process, kill_process
+from fast_batcher._host.identity import (
+    identify_process,
+    kill_process,
+    read_age_of_youngest_child,
+)
 
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    with subprocess.Popen(["sleep", "1000"]) as process:
+def sleeper(*, in_own_session: bool = False) -> Iterator["subprocess.Popen[bytes]"]:
+    command = ["sleep", "1000"]
+    with subprocess.Popen(command, start_new_session=in_own_session) as process:
         yield process
         process.kill()
 
@@ -42,3 +49,23 @@ def test_a_dead_process_is_not_killed() -> None:
         process.kill()
         process.wait()
         assert not kill_process(meant)
+
+
+# Seconds between two values of the clock that tells when processes start.
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def test_youngest_living_child_of_the_session_has_an_age() -> None:
+    begun = monotonic()
+    with sleeper() as process, sleeper(in_own_session=True) as other:
+        age = read_age_of_youngest_child(os.getpid())
+        assert -TICK <= age <= monotonic() - begun + TICK
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        # Nobody has reaped it.
+        assert read_age_of_youngest_child(os.getpid()) > monotonic() - begun + TICK
+        assert read_age_of_youngest_child(other.pid) == math.inf
+
+
+def test_an_invisible_process_has_no_child() -> None:
+    assert read_age_of_youngest_child(0) == math.inf

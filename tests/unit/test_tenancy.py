@@ -14,7 +14,7 @@ def test_host_without_clients_ends_after_lingering() -> None:
 
 
 @pytest.mark.parametrize("before", ["", "supervisor ended", "asked to end"])
-@pytest.mark.parametrize("how", ["goodbye", "vanished"])
+@pytest.mark.parametrize("how", ["goodbye", "replaced", "vanished"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_last_process_decides(before: str, how: str, when: str) -> None:
     tenancy = Tenancy(0.0)
@@ -28,7 +28,16 @@ def test_the_last_process_decides(before: str, how: str, when: str) -> None:
     tell(tenancy, 100.0, how, 2)
     if when == "after":
         tell(tenancy, 100.0, before)
-    assert tenancy.ends_at == (100.0 + LINGER if how == "vanished" and not before else 100.0)
+    lingers = how != "goodbye" and not before
+    assert tenancy.ends_at == (100.0 + LINGER if lingers else 100.0)
+
+
+@pytest.mark.parametrize(("age", "seconds"), [(4.0, LINGER - 4.0), (LINGER + 1.0, 0.0)])
+def test_host_waits_for_a_successor_from_its_start(age: float, seconds: float) -> None:
+    tenancy = Tenancy(0.0)
+    tenancy.joined(1)
+    tenancy.said_goodbye(20.0, 1, age)
+    assert tenancy.ends_at == 20.0 + seconds
 
 
 def test_the_next_process_keeps_a_host_that_lingers() -> None:
@@ -56,6 +65,8 @@ def tell(tenancy: Tenancy, now: float, event: str, tenant: int = 0) -> None:
         tenancy.joined(tenant)
     elif event == "goodbye":
         tenancy.said_goodbye(now, tenant)
+    elif event == "replaced":
+        tenancy.said_goodbye(now, tenant, 0.0)
     elif event == "vanished":
         tenancy.vanished(now, tenant)
     elif event == "supervisor ended":
@@ -64,7 +75,8 @@ def tell(tenancy: Tenancy, now: float, event: str, tenant: int = 0) -> None:
         tenancy.asked_to_end(now)
 
 
-EVENTS = ["joined", "goodbye", "vanished", "supervisor ended", "asked to end"]
+LEFT = ["goodbye", "replaced", "vanished"]
+EVENTS = ["joined", *LEFT, "supervisor ended", "asked to end"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3)), max_size=40))
@@ -73,12 +85,12 @@ def test_host_lives_while_it_has_a_process(
 ) -> None:
     tenancy, tenants, is_final = Tenancy(0.0), set[int](), False
     for now, (event, tenant) in enumerate(events, 1):
-        if event in ("goodbye", "vanished") and tenant not in tenants:
+        if event in LEFT and tenant not in tenants:
             continue
         tell(tenancy, float(now), event, tenant)
         is_final = is_final or event in ("supervisor ended", "asked to end")
         tenants = tenants | {tenant} if event == "joined" else tenants
-        tenants = tenants - {tenant} if event in ("goodbye", "vanished") else tenants
+        tenants = tenants - {tenant} if event in LEFT else tenants
         if tenants:
             assert tenancy.ends_at == inf
         else:
