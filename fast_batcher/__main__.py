@@ -8,7 +8,7 @@ def run_command() -> None:
     try:
         from fast_batcher._cli.main import app
     except ModuleNotFoundError as missing:
-        if missing.name not in ("typer", "rich"):
+        if missing.name not in ("typer", "rich", "httptools"):
             raise
         sys.exit(f"fast-batcher needs the package {missing.name}: pip install 'fast_batcher[cli]'")
     app(prog_name="fast-batcher")

@@ -5,7 +5,6 @@ GPU_BENCHMARK_ENCODER has the keyword arguments of the batchers as JSON.
 
 import json
 import os
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from fast_batcher import DynBatcher
-from fast_batcher.fastapi import combine_lifespans, install_exception_handlers
+from fast_batcher.fastapi import combine_lifespans, install_exception_handlers, status_router
 
 MODEL = "benchmarks.gpu.models:EncoderModel"
 OPTIONS = json.loads(os.environ["GPU_BENCHMARK_ENCODER"])
@@ -22,6 +21,7 @@ unbatched: DynBatcher[Any, Any] = DynBatcher(MODEL, name="unbatched", enabled=Fa
 
 app = FastAPI(lifespan=combine_lifespans(batched.lifespan, unbatched.lifespan))
 install_exception_handlers(app)
+app.include_router(status_router(batched, unbatched))
 
 
 class Text(BaseModel):
@@ -52,9 +52,3 @@ async def encode(body: Text) -> Score:
 async def encode_unbatched(body: Text) -> Score:
     """Encode a text on its own."""
     return await _ask(unbatched, body)
-
-
-@app.get("/stats")
-async def stats() -> dict[str, dict[str, Any]]:
-    """Statistics of each batcher."""
-    return {batcher.name: asdict(batcher.stats) for batcher in (batched, unbatched)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from benchmarks.load.gpu import GpuWatch
 from benchmarks.load.server import Server
-from fast_batcher._load import measurement
+from fast_batcher._load import client, measurement
 from fast_batcher._load.measurement import Case, LoadMeasurement, LoadSettings
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Target(measurement.Target):
+class Target(client.Target):
     """Address of the server under load."""
 
     # None for a server that we did not start: its CPU time is not known.

@@ -66,11 +66,11 @@ def make_remarks(measurements: Sequence[LoadMeasurement], floor: LoadMeasurement
             ratio = statistics.median(ratios)
             lines.append(f"{clients} clients: batched answers {ratio:.2f} times as many.")
     for m in measurements:
-        largest = m.figures.get("largest_batch", 0)
-        if m.case.max_batch_size and largest > m.case.max_batch_size:
+        limit = m.figures.get("max_batch_size", 0)
+        if m.case.max_batch_size and limit != m.case.max_batch_size:
             lines.append(
-                f"THE APP DOES NOT READ MAX_BATCH_SIZE: with {m.case.max_batch_size} it made a "
-                f"batch of {largest:.0f}."
+                f"THE APP DOES NOT READ MAX_BATCH_SIZE: with {m.case.max_batch_size} its limit is "
+                f"{limit:.0f}."
             )
     for what, count in count_lost(measurements).items():
         lines.append(f"Lost: {count} times {what}.")

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
@@ -20,13 +19,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fast_batcher._cli.files import check_folder, check_picture
-from fast_batcher._load.bodies import Requests, generate_requests, read_requests
+from fast_batcher._load.bodies import Requests, find_requests, read_requests
+from fast_batcher._load.client import Target
 from fast_batcher._load.measurement import (
     Case,
     LoadError,
     LoadMeasurement,
     LoadSettings,
-    Target,
     measure_case,
 )
 from fast_batcher._load.report import (
@@ -100,7 +99,7 @@ def bench(
     body: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Bodies, instead of those made from the app's OpenAPI schema: the items of a "
+            help="Bodies, instead of the examples of the app's OpenAPI schema: the items of a "
             ".json list, the lines of a .jsonl file, or the whole file. Repeatable."
         ),
     ] = None,
@@ -116,6 +115,9 @@ def bench(
     header: Annotated[
         list[str] | None,
         typer.Option(help='Sent with each request, as "Authorization: Bearer ...". Repeatable.'),
+    ] = None,
+    unix_socket: Annotated[
+        Path | None, typer.Option(help="Of the server, instead of the URL's host and port.")
     ] = None,
     late: Annotated[float, typer.Option(help="Seconds after which an answer is late.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, and of the order of bodies.")] = 1,
@@ -145,7 +147,11 @@ def bench(
     random, whether or not earlier ones are answered. Ends with 1 if nothing can be measured.
     """
     target, path = _parse_url(url)
-    target = replace(target, headers=tuple(map(_parse_header, header or [])))
+    target = replace(
+        target,
+        headers=tuple(map(_parse_header, header or [])),
+        socket_path=None if unix_socket is None else str(unix_socket),
+    )
     console = Console(stderr=True)
     try:
         earlier = None if earlier_file is None else _read_run(earlier_file)
@@ -164,10 +170,10 @@ def bench(
             method=requests.method,
         )
         measurements = _measure_all(console, target, path, loads, settings)
-    except (LoadError, OSError, HTTPException) as error:
+    except (LoadError, OSError) as error:
         text = str(error) or type(error).__name__
         if not isinstance(error, LoadError):
-            text = f"no server answers at http://{urlsplit(url).netloc}: {text}"
+            text = f"no server answers at {url}: {text}"
         console.print(f"[red]wrong[/] {escape(text)}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     told = {"seconds": seconds, "late": late, "seed": seed, "client_processes": client_processes}
@@ -187,19 +193,16 @@ def bench(
 def _parse_url(url: str) -> tuple[Target, str]:
     try:
         parts = urlsplit(url)
-        if parts.scheme == "https":
-            raise typer.BadParameter(
-                f"{url}: https is not supported; measure the server behind the proxy, over http"
-            )
-        port = parts.port or 80
+        is_encrypted = parts.scheme == "https"
+        port = parts.port or (443 if is_encrypted else 80)
     except ValueError as error:
         raise typer.BadParameter(f"{url}: {error}") from None
-    if parts.scheme != "http" or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise typer.BadParameter(f"{url}: write it like http://127.0.0.1:8000/embed")
     # What is percent-encoded already stays as it is.
     path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
     query = f"?{quote(parts.query, safe='/%:@!$&()*+,;=~?')}" if parts.query else ""
-    return Target(parts.hostname, port), path + query
+    return Target(parts.hostname, port, is_encrypted=is_encrypted), path + query
 
 
 def _parse_header(text: str) -> tuple[str, str]:
@@ -303,7 +306,7 @@ def _choose_requests(
         return read_requests(body, method or "POST", content_type)
     if method == "GET":
         return Requests("GET", [b""], "", "")
-    return generate_requests(target, path.partition("?")[0], method)
+    return find_requests(target, path.partition("?")[0], method)
 
 
 def _check_endpoint(target: Target, path: str, requests: Requests) -> None:

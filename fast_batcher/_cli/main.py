@@ -6,6 +6,8 @@ Exit codes: 0 nothing is wrong, 1 something is wrong, 2 the command line is wron
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +54,13 @@ _SIGNS = {"good": "[green]ok[/]", "warning": "[yellow]warning[/]", "bad": "[red]
 @app.callback()
 def _introduce() -> None:
     """Look after batchers."""
+    # `asyncio.run` would replace Python's own handler, and only cancel a task: Ctrl-C would wait
+    # for the import of a module, or for a simulation.
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 app.command()(bench)
@@ -74,11 +83,11 @@ def doctor(
     """
     checks = list(check_machine())
     if target is not None:
-        with _quiet() as warnings:
+        with _quiet() as warnings, _reserved_output(as_json):
             checks += asyncio.run(_check_target(target, inputs))
         checks += [Check("log", "warning", text) for text in warnings.found]
     if as_json:
-        sys.stdout.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
+        _write_json([asdict(check) for check in checks])
     else:
         _print(checks)
     raise typer.Exit(any(check.level == "bad" for check in checks))
@@ -112,6 +121,27 @@ def _quiet() -> Iterator[_Warnings]:
         logger.removeHandler(warnings)
         logger.setLevel(before[0])
         logger.propagate = before[1]
+
+
+@contextmanager
+def _reserved_output(is_reserved: bool) -> Iterator[None]:
+    """Send what the program and its workers print to standard error, beside the JSON."""
+    if not is_reserved:
+        yield
+        return
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def _write_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 async def _check_target(target: str, inputs: str | None) -> list[Check]:
@@ -197,8 +227,9 @@ def tune(
             target=seconds,
             most_workers=workers,
         )
-        values = read_inputs(inputs)
-        with _quiet(), console.status("") as status:
+        with _reserved_output(as_json):
+            values = read_inputs(inputs)
+        with _quiet(), _reserved_output(as_json), console.status("") as status:
             found = asyncio.run(tune_model(target, values, most, wish, check, status.update))
     except (TargetError, BatcherError) as error:
         console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)
@@ -208,7 +239,7 @@ def tune(
     if picture is not None:
         draw(found.advice, picture)
     if as_json:
-        sys.stdout.write(json.dumps(_with_null(asdict(found)), indent=2) + "\n")
+        _write_json(_with_null(asdict(found)))
     else:
         print_advice(Console(), found)
 

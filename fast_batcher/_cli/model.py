@@ -71,9 +71,10 @@ def _find_object(target: str) -> Any:
     return found
 
 
-def _list_targets(module: Any) -> str:
-    """Return the end of an error about a name: the models and batchers that the module has."""
-    names = [name for name, value in vars(module).items() if _is_target(value)]
+def _list_targets(found: Any) -> str:
+    """Return the end of an error about a name: the models and batchers that a module has."""
+    known = getattr(found, "__dict__", {})
+    names = [name for name, value in known.items() if _is_target(value)]
     return f"; it has {', '.join(sorted(names))}" if names else ""
 
 
@@ -149,7 +150,7 @@ def read_inputs(source: str) -> list[Any]:
         found = _find_object(source)
         try:
             found = found() if callable(found) else found
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TargetError(f"{source}() raised {type(error).__name__}: {error}") from error
         if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping):
             raise TargetError(f"{source} is a {type(found).__name__}: name a list of inputs")
@@ -167,7 +168,8 @@ def _parse_inputs(path: Path) -> list[Any]:
         try:
             found = json.loads(text)
         except ValueError:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+            # Other ends of lines than this one may be in texts.
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise TargetError(
             f"{path}: no inputs can be read: {error}; give a file with a JSON list, or with one "

@@ -1,36 +1,24 @@
-"""Requests of a load test: bodies from files, or made from the app's OpenAPI schema."""
+"""Requests of a load test: bodies from files, or the examples of the app's OpenAPI schema."""
 
 import json
-import math
 import mimetypes
 import re
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fast_batcher._load.measurement import LoadError, Target
+from fast_batcher._load.client import Target
+from fast_batcher._load.measurement import LoadError
 
 JSON = "application/json"
-# Different bodies that are made: an app may cache answers, or compute equal inputs once.
-MADE_BODIES = 32
 # In the order in which they are looked for where the schema has several. Others change too much.
 METHODS = ("post", "put", "patch", "get")
-# Nesting beyond which lists are left empty where they may be, and beyond which nothing is made.
-DEEP, DEEPEST = 4, 24
+# Nesting beyond which a skeleton has no further parts; a schema may contain itself.
+DEEPEST = 4
 # Endpoints that an error names.
 LISTED = 8
-# Values of the formats that pydantic names.
-FORMATS = {
-    "byte": "dGV4dA==",
-    "date": "2026-01-31",
-    "date-time": "2026-01-31T12:00:00Z",
-    "email": "name@example.com",
-    "ipv4": "192.0.2.1",
-    "time": "12:00:00Z",
-    "uri": "https://example.com/",
-    "uuid": "6f1f2e0c-8f0a-4b7e-9d3c-2a5b1c4d7e90",
-}
 REMEDY = "give --body FILE"
 
 
@@ -81,7 +69,7 @@ def _split_file(path: Path) -> list[bytes]:
     try:
         content = path.read_bytes()
         if path.suffix == ".jsonl":
-            found = [line for line in content.splitlines() if line.strip()]
+            found = [line for line in content.removeprefix(BOM_UTF8).split(b"\n") if line.strip()]
         else:
             values = json.loads(content) if path.suffix == ".json" else None
             found = [content]
@@ -94,8 +82,8 @@ def _split_file(path: Path) -> list[bytes]:
     return found
 
 
-def generate_requests(target: Target, path: str, method: str | None) -> Requests:
-    """Make requests from the schema that the app gives at /openapi.json.
+def find_requests(target: Target, path: str, method: str | None) -> Requests:
+    """Take the requests that the app's schema at /openapi.json states.
 
     Args:
         target: The server.
@@ -103,7 +91,7 @@ def generate_requests(target: Target, path: str, method: str | None) -> Requests
         method: Its method; None for the one that the schema has.
 
     Raises:
-        LoadError: The schema has no such endpoint, or no body can be made.
+        LoadError: The schema has no such endpoint, or states no body for it.
         OSError: The server cannot be reached.
     """
     status, answer = target.ask("GET", "/openapi.json")
@@ -120,21 +108,24 @@ def generate_requests(target: Target, path: str, method: str | None) -> Requests
 
 
 def read_schema(document: dict[str, Any], path: str, method: str | None) -> Requests:
-    """Make requests from an OpenAPI schema; raises as `generate_requests`."""
+    """Take requests from an OpenAPI schema; raises as `find_requests`."""
     name, operation = _find_operation(document["paths"], path, method)
     content = operation.get("requestBody", {}).get("content")
     if not content:
         return Requests(name.upper(), [b""], "", "")
     kind = next((kind for kind in content if re.match(r"application/(.*\+)?json", kind)), None)
     if kind is None:
-        raise LoadError(f"{path} takes {' or '.join(content)}, which cannot be generated: {REMEDY}")
+        raise LoadError(f"{path} takes {' or '.join(content)}: {REMEDY}")
     try:
-        values = _list_values(document, content[kind])
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        stated = _find_stated(document, content[kind])
+        if not stated:
+            skeleton = json.dumps(_make_skeleton(document, content[kind].get("schema", {})))
+            raise LoadError(f"the schema of {path} has no example: {REMEDY}, like {skeleton}")
+    except (AttributeError, LookupError, RecursionError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise LoadError(f"the schema of {path} cannot be read ({reason}): {REMEDY}") from error
-    bodies = list(dict.fromkeys(json.dumps(value).encode() for value in values))
-    return Requests(name.upper(), bodies, kind, "made from the app's OpenAPI schema")
+    bodies = [json.dumps(value).encode() for value in stated]
+    return Requests(name.upper(), bodies, kind, "of the app's OpenAPI schema")
 
 
 def _find_operation(
@@ -161,139 +152,75 @@ def _find_operation(
     )
 
 
-def _list_values(document: dict[str, Any], media: dict[str, Any]) -> list[Any]:
+def _find_stated(document: dict[str, Any], media: dict[str, Any]) -> list[Any]:
+    """List the bodies that a schema states, whole or property by property."""
     examples = [one["value"] for one in media.get("examples", {}).values() if "value" in one]
     if "example" in media:
         examples.append(media["example"])
-    maker = _Maker(document)
-    schema = media.get("schema", {})
-    return examples or [maker.make(schema, number, "the body") for number in range(MADE_BODIES)]
+    schema = _dereference(document, media.get("schema", {}))
+    examples = examples or _list_named(schema)
+    properties = schema.get("properties", {})
+    if examples or not properties:
+        return examples
+    named = {
+        name: _list_named(_dereference(document, part))
+        for name, part in properties.items()
+        if name in schema.get("required", [])
+    }
+    if not all(named.values()):
+        return []
+    count = max(map(len, named.values()), default=1)
+    return [
+        {name: values[number % len(values)] for name, values in named.items()}
+        for number in range(count)
+    ]
 
 
-class _Maker:
-    """Makes values of JSON schemas.
-
-    Args:
-        document: The OpenAPI schema, which references lead into.
-    """
-
-    def __init__(self, document: dict[str, Any]) -> None:
-        self._document = document
-
-    def make(self, schema: dict[str, Any], number: int, where: str, depth: int = 0) -> Any:
-        """Make a value; another number makes another value where the schema allows it."""
-        if depth > DEEPEST:
-            raise LoadError(f"{where} is nested too deeply to be generated: {REMEDY}")
-        schema = self._resolve(schema)
-        named = _list_named(schema)
-        if named:
-            return named[number % len(named)]
-        for choices in (schema.get("anyOf"), schema.get("oneOf")):
-            if choices:
-                chosen = next((one for one in choices if one.get("type") != "null"), choices[0])
-                return self.make(chosen, number, where, depth + 1)
-        return self._make_typed(schema, number, where, depth)
-
-    def _resolve(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Follow references, and merge what `allOf` joins."""
-        if "$ref" in schema:
-            found: Any = self._document
-            for key in schema["$ref"].removeprefix("#/").split("/"):
-                found = found[key.replace("~1", "/").replace("~0", "~")]
-            schema = self._resolve(found) | {k: v for k, v in schema.items() if k != "$ref"}
-        merged: dict[str, Any] = {}
-        for part in map(self._resolve, schema.get("allOf", [])):
-            properties = merged.get("properties", {}) | part.get("properties", {})
-            required = [*merged.get("required", []), *part.get("required", [])]
-            merged |= part | {"properties": properties, "required": required}
-        return merged | schema
-
-    def _make_typed(self, schema: dict[str, Any], number: int, where: str, depth: int) -> Any:
-        kind = schema.get("type", "object" if schema.get("properties") else None)
-        if isinstance(kind, list):
-            kind = next((one for one in kind if one != "null"), "null")
-        match kind:
-            case "object":
-                return self._make_object(schema, number, where, depth)
-            case "array":
-                return self._make_array(schema, number, where, depth)
-            case "string":
-                return _make_string(schema, number, where)
-            case "integer" | "number":
-                return _make_number(schema, number, kind)
-            case "boolean":
-                return number % 2 == 0
-            case "null":
-                return None
-            case _:
-                raise LoadError(f"{where} can be anything: {REMEDY}")
-
-    def _make_object(self, schema: dict[str, Any], number: int, where: str, depth: int) -> Any:
-        properties = schema.get("properties", {})
-        if not properties:
-            raise LoadError(f"{where} is an object of unknown names: {REMEDY}")
-        # Where nothing is required, a body without any of it would test little.
-        names = [name for name in properties if name in schema.get("required", properties)]
-        return {
-            name: self.make(properties[name], number, f"{name} of {where}", depth + 1)
-            for name in names or properties
-        }
-
-    def _make_array(self, schema: dict[str, Any], number: int, where: str, depth: int) -> Any:
-        first = schema.get("prefixItems", [])
-        length = max(len(first), schema.get("minItems", 0), 1 if depth < DEEP else 0)
-        kinds = [*first, *[schema.get("items") or {}] * length][:length]
-        return [
-            self.make(kind, number + place, f"an item of {where}", depth + 1)
-            for place, kind in enumerate(kinds)
-        ]
+def _dereference(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Follow references."""
+    if "$ref" not in schema:
+        return schema
+    found: Any = document
+    for key in schema["$ref"].removeprefix("#/").split("/"):
+        found = found[key.replace("~1", "/").replace("~0", "~")]
+    return _dereference(document, found) | {k: v for k, v in schema.items() if k != "$ref"}
 
 
 def _list_named(schema: dict[str, Any]) -> list[Any]:
-    """List the values that a schema names itself."""
+    """List the values that a schema states for one value."""
     if schema.get("examples"):
         return list(schema["examples"])
-    named = [schema[key] for key in ("example", "const") if key in schema]
-    named = named or list(schema.get("enum", []))
-    return named or [schema[key] for key in ("default",) if schema.get(key) is not None]
+    return [schema[key] for key in ("example", "const", "default") if key in schema][:1]
 
 
-def _make_string(schema: dict[str, Any], number: int, where: str) -> str:
-    form = schema.get("format")
-    if form in FORMATS:
-        return FORMATS[form]
-    if "pattern" in schema or form == "binary":
-        limit = f"of the pattern {schema['pattern']}" if "pattern" in schema else "binary"
-        raise LoadError(f"{where} is {limit}, which cannot be generated: {REMEDY}")
-    text = f"Text number {number}."
-    least = schema.get("minLength", 0)
-    text = " ".join([text] * (1 + least // len(text)))
-    return text[: schema.get("maxLength", len(text))]
+# What stands in a skeleton for a value of a type.
+_PLACES: dict[Any, Any] = {
+    "string": "...",
+    "integer": 0,
+    "number": 0.0,
+    "boolean": False,
+    "null": None,
+}
 
 
-def _make_number(schema: dict[str, Any], number: int, kind: str) -> float:
-    low, high = schema.get("minimum"), schema.get("maximum")
-    step = schema.get("multipleOf", 1)
-    if kind == "number" and "multipleOf" not in schema:
-        return _make_float(
-            schema.get("exclusiveMinimum", low), schema.get("exclusiveMaximum", high), number
-        )
-    if "exclusiveMinimum" in schema:
-        low = schema["exclusiveMinimum"] + step
-    if "exclusiveMaximum" in schema:
-        high = schema["exclusiveMaximum"] - step
-    if low is None:
-        low = step if high is None else min(step, high)
-    first: int = math.ceil(low / step)
-    count = MADE_BODIES if high is None else max(1, math.floor(high / step) - first + 1)
-    made: float = (first + number % count) * step
-    return made
-
-
-def _make_float(low: float | None, high: float | None, number: int) -> float:
-    if low is not None and high is not None:
-        # Inside, whether or not the bounds belong to it.
-        return low + (high - low) * (number % MADE_BODIES + 1) / (MADE_BODIES + 1)
-    if high is not None:
-        return high - 0.5 - number
-    return (low or 0.0) + 0.5 + number
+def _make_skeleton(document: dict[str, Any], schema: dict[str, Any], depth: int = 0) -> Any:
+    """Make a value of the form that a schema describes, to be filled in."""
+    if depth > DEEPEST:
+        return "..."
+    schema = _dereference(document, schema)
+    named = _list_named(schema) or schema.get("enum", [])
+    if named:
+        return named[0]
+    for part in (*schema.get("anyOf", []), *schema.get("oneOf", []), *schema.get("allOf", [])):
+        if part.get("type") != "null":
+            return _make_skeleton(document, part, depth + 1)
+    kind = schema.get("type")
+    if kind == "array":
+        return [_make_skeleton(document, schema.get("items", {}), depth + 1)]
+    if kind != "object":
+        return _PLACES.get(kind, "...")
+    return {
+        name: _make_skeleton(document, part, depth + 1)
+        for name, part in schema.get("properties", {}).items()
+        if name in schema.get("required", schema["properties"])
+    }

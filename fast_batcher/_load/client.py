@@ -6,8 +6,8 @@ In an open loop requests arrive at random, like those of independent users, and 
 its scheduled arrival: waiting for the client or for a connection counts.
 
 A general HTTP client costs up to a millisecond of CPU per request, more than the server that it
-measures. This one understands answers to keep-alive requests that have a Content-Length or chunks.
-It imports nothing of the library, and ends with the process that started it.
+measures; this one leaves the parsing to httptools. It imports nothing of the library, and ends with
+the process that started it.
 """
 
 import asyncio
@@ -15,12 +15,18 @@ import gc
 import json
 import math
 import random
-import re
+import ssl
 import sys
 import time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import httptools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # How long answers are waited for after the last request, seconds: longer than a batcher's default
 # time-out, so that a lost request is the server's loss.
@@ -29,28 +35,79 @@ ANSWER_LIMIT = 40.0
 # again, seconds.
 GIVE_UP_INTERVAL = 0.02
 RETRY_INTERVAL = 0.02
-STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
-LENGTH = re.compile(rb"\n(?:content-length: *(\d+)|transfer-encoding: *chunked)", re.IGNORECASE)
-LAST_CHUNK = b"0\r\n\r\n"
-# An answer of this status has no body, and needs no length. Source: RFC 9110, 8.6.
-NO_CONTENT = 204
+# Headers that say where the body of an answer ends. Without them the connection's end is its end.
+LENGTHS = (b"content-length", b"transfer-encoding")
 # Characters that are kept of the first answer that is an error.
 KEPT_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Target:
+    """Address of the server under load."""
+
+    host: str
+    port: int
+    # Whether the server speaks TLS, with a certificate that this machine trusts.
+    is_encrypted: bool = field(default=False, kw_only=True)
+    # A Unix socket to connect to, None for the host and port.
+    socket_path: str | None = field(default=None, kw_only=True)
+    # Sent with each request, as name and value; they replace the headers of the client.
+    headers: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+
+    def open(self, make: "Callable[[], Connection]") -> "asyncio.Task[Any]":
+        """Begin to open a connection; the task raises OSError if the server cannot be reached."""
+        loop = asyncio.get_running_loop()
+        context = make_context() if self.is_encrypted else None
+        if self.socket_path is None:
+            return loop.create_task(loop.create_connection(make, self.host, self.port, ssl=context))
+        name = self.host if self.is_encrypted else None
+        return loop.create_task(
+            loop.create_unix_connection(make, self.socket_path, ssl=context, server_hostname=name)
+        )
+
+    def make_request(self, method: str, path: str, body: bytes, content_type: str) -> bytes:
+        """Write a request; only one with a body has a type and a length."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        own = {"Host": f"{host}:{self.port}"}
+        if body:
+            own["Content-Type"] = content_type
+        if body or method != "GET":
+            own["Content-Length"] = str(len(body))
+        given = {name.lower() for name, _ in self.headers}
+        headers = [header for header in own.items() if header[0].lower() not in given]
+        headers += self.headers
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers)]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", content_type: str = ""
+    ) -> tuple[int, bytes]:
+        """Send one request; return the status and the body of its answer.
+
+        Raises:
+            OSError: The server cannot be reached, or gives no complete answer.
+        """
+        request = self.make_request(method, path, body, content_type)
+        return asyncio.run(_ask(self, request))
+
+
+@cache
+def make_context() -> ssl.SSLContext:
+    """Make the settings of TLS, which takes milliseconds, for all connections."""
+    return ssl.create_default_context()
 
 
 @dataclass(frozen=True)
 class Plan:
     """The work of one client process."""
 
-    host: str
-    port: int
+    # The fields of the `Target`.
+    target: dict[str, Any]
     method: str
     path: str
     # Sent in random order, again and again; as latin-1, which maps any byte to one character.
     bodies: list[str]
     content_type: str
-    # Further lines of the head.
-    headers: list[str]
     # Open at the same time: exactly this many in a closed loop, at most in an open one.
     connections: int
     # Requests per second that arrive; None for a closed loop.
@@ -71,7 +128,8 @@ class Record:
 
     # Good answers to requests of the measured time.
     latencies: list[float] = field(default_factory=list)
-    # Good answers per second in the measured time.
+    # Good answers per second in the measured time. Each counts with the share of its time, from its
+    # scheduled arrival on, that lies there: nothing is rounded to whole batches or pauses.
     rate: float = 0.0
     # All requests of the measured time.
     requests: int = 0
@@ -89,21 +147,41 @@ class Record:
     first_error: str = ""
 
 
-class Connection(asyncio.Protocol):
-    """A connection with at most one request in flight; the client decides what it sends."""
+class ConnectionEvents(Protocol):
+    """Events that a connection reports."""
 
-    def __init__(self, client: "Client") -> None:
-        self._client = client
+    def connected(self, connection: "Connection", /) -> None:
+        """Use a connection that has opened."""
+
+    def answered(
+        self, connection: "Connection", due: float, status: int, body: bytes, *, is_open: bool
+    ) -> None:
+        """Note a complete answer; a connection that is not open takes no further request."""
+
+    def disconnected(self, connection: "Connection", reason: str, /) -> None:
+        """Note the end of a connection, and the reason for which its request has no answer."""
+
+
+class Connection(asyncio.Protocol):
+    """A connection with at most one request in flight; its owner decides what it sends."""
+
+    def __init__(self, owner: ConnectionEvents) -> None:
+        self._owner = owner
         self._transport: asyncio.Transport | None = None
-        self._received = b""
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        # Whether the head of an answer is complete, and whether it has one of `LENGTHS`.
+        self._has_head = self._has_length = False
+        # The status of a complete answer, and whether the connection stays open; None without one.
+        self._end: tuple[int, bool] | None = None
         # The scheduled moment of the request in flight; None without one.
         self.due: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Tell the client that it is ready for a request."""
+        """Tell the owner that it is ready for a request."""
         # uvloop's transport has the methods, but not the base class.
         self._transport = cast("asyncio.Transport", transport)
-        self._client.connected(self)
+        self._owner.connected(self)
 
     def send(self, request: bytes, due: float) -> None:
         """Send a request that was due at this moment."""
@@ -112,30 +190,89 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        """Tell the client when an answer is complete."""
-        self._received += data
-        head, separator, body = self._received.partition(b"\r\n\r\n")
-        if not separator:
-            return
-        status, length = STATUS.match(head), LENGTH.search(head)
-        if status is None or (length is None and int(status[1]) != NO_CONTENT):
-            self._client.failed("an answer without status or length")
-            return
-        if not _is_complete(body, length):
-            return
-        self._received = b""
+        """Parse a part of an answer; tell the owner when it is complete."""
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._owner.disconnected(self, f"an answer that is not HTTP: {error!r}")
+            self.close()
+        else:
+            if self._end is not None:
+                self._finish(*self._end)
+
+    def on_header(self, name: bytes, _: bytes) -> None:
+        """Note whether the answer says where its body ends."""
+        if name.lower() in LENGTHS:
+            self._has_length = True
+
+    def on_headers_complete(self) -> None:
+        """Note that the head is complete."""
+        self._has_head = True
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of the body."""
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the answer is complete; one of status 1xx is followed by another."""
+        status = self._parser.get_status_code()
+        self._has_head = False
+        if status >= 200:
+            self._end = status, self._parser.should_keep_alive()
+
+    def eof_received(self) -> None:
+        """Take the end of the connection for the end of a body without a length."""
+        if self._has_head and not self._has_length:
+            self._finish(self._parser.get_status_code(), False)
+
+    def _finish(self, status: int, is_open: bool) -> None:
+        body, self._body, self._end = b"".join(self._body), [], None
+        self._has_length = False
         due, self.due = self.due, None
         assert due is not None, "a server only answers requests"
-        self._client.answered(self, due, int(status[1]), body)
+        if not is_open:
+            self.close()
+        self._owner.answered(self, due, status, body, is_open=is_open)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the client; a request in flight is lost."""
-        self._client.disconnected(self)
+        """Tell the owner; a request in flight is lost."""
+        self._owner.disconnected(self, "connection closed")
 
     def close(self) -> None:
         """Close it; a request in flight counts as not answered."""
         assert self._transport is not None
         self._transport.abort()
+
+
+async def _ask(target: Target, request: bytes) -> tuple[int, bytes]:
+    question = _Question(request)
+    await target.open(lambda: Connection(question))
+    try:
+        return await asyncio.wait_for(question.answer, ANSWER_LIMIT)
+    except TimeoutError:
+        raise TimeoutError(f"no complete answer within {ANSWER_LIMIT:g} s") from None
+
+
+class _Question:
+    """The owner of a connection for one request."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.answer: asyncio.Future[tuple[int, bytes]]
+        self.answer = asyncio.get_running_loop().create_future()
+
+    def connected(self, connection: Connection) -> None:
+        connection.send(self._request, 0.0)
+
+    def answered(
+        self, connection: Connection, due: float, status: int, body: bytes, *, is_open: bool
+    ) -> None:
+        self.answer.set_result((status, body))
+        connection.close()
+
+    def disconnected(self, connection: Connection, reason: str) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(ConnectionError(reason))
 
 
 class Client:
@@ -144,7 +281,13 @@ class Client:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._random = random.Random(plan.seed)
-        self._requests = [make_request(plan, body) for body in plan.bodies]
+        self._target = Target(**plan.target)
+        self._requests = [
+            self._target.make_request(
+                plan.method, plan.path, body.encode("latin-1"), plan.content_type
+            )
+            for body in plan.bodies
+        ]
         self._next_requests = deque[bytes]()
         self._loop = asyncio.get_running_loop()
         # The loop would only log what a connection raises.
@@ -164,9 +307,8 @@ class Client:
         self._is_over = False
         # Until the start nothing begins, and nothing is over.
         self._measured_from, self._measured_until = math.inf, -math.inf
-        # By connection, in a closed loop: its first and last answer in the measured time, and their
-        # count.
-        self._answered_at: dict[Connection, tuple[float, float, int]] = {}
+        # Good answers, each with the share of its time in the measured time.
+        self._answered = 0.0
         # When the last good answer of the measured time came.
         self._last_answer = math.inf
         # Done when every request has ended, or with an error that ends the measurement.
@@ -212,7 +354,7 @@ class Client:
         record.lost = dict(self._lost)
         record.elapsed = time.perf_counter() - start
         record.cpu = time.process_time() - cpu
-        record.rate = self._measure_rate()
+        record.rate = self._answered / plan.seconds
         self._note_gap(self._measured_until)
         return record
 
@@ -226,25 +368,33 @@ class Client:
         else:
             self._idle.append(connection)
 
-    def answered(self, connection: Connection, due: float, status: int, body: bytes) -> None:
-        """Note a complete answer, and use the connection again."""
+    def answered(
+        self, connection: Connection, due: float, status: int, body: bytes, *, is_open: bool
+    ) -> None:
+        """Note a complete answer, and use the connection again, or another one."""
         now = time.perf_counter()
         if 200 <= status < 300:
-            self._note_answer(connection, due, now)
+            self._note_answer(due, now)
         else:
             self._lost[f"status {status}"] += 1
             if not self.record.first_error:
                 text = body[:KEPT_CHARACTERS].decode(errors="replace")
                 self.record.first_error = f"{status} {text}"
-        if self._waiting:
+        if not is_open:
+            self._open.discard(connection)
+            if self._asks_on(now):
+                self._waiting.append(now)  # its wait for a connection counts
+            if self._waiting:
+                self._connect()
+        elif self._waiting:
             self._send(connection, self._waiting.popleft())
         elif self._asks_on(now):
             self._send(connection, now)
         else:
             self._idle.append(connection)
-            self._finish_if_done()
+        self._finish_if_done()
 
-    def disconnected(self, connection: Connection) -> None:
+    def disconnected(self, connection: Connection, reason: str) -> None:
         """Note a connection that has ended, and replace it if needed."""
         if self._is_over or connection not in self._open:
             return
@@ -252,7 +402,7 @@ class Client:
         if connection.due is None:
             self._idle.remove(connection)
         else:
-            self._lost["connection closed"] += 1
+            self._lost[reason] += 1
         if self._waiting or self._asks_on(time.perf_counter()):
             self._connect()
         self._finish_if_done()
@@ -271,9 +421,7 @@ class Client:
 
     def _connect(self) -> None:
         """Open one more connection."""
-        task = self._loop.create_task(
-            self._loop.create_connection(lambda: Connection(self), self._plan.host, self._plan.port)
-        )
+        task = self._target.open(lambda: Connection(self))
         self._connecting.add(task)
         task.add_done_callback(self._connect_done)
 
@@ -284,7 +432,7 @@ class Client:
             self._lost["connection refused"] += 1
             self._loop.call_later(RETRY_INTERVAL, self._connect_again)
         elif error is not None:
-            self.failed(f"no connection to {self._plan.host}:{self._plan.port}: {error!r}")
+            self.failed(f"no connection to {self._target.host}:{self._target.port}: {error!r}")
         self._finish_if_done()
 
     def _connect_again(self) -> None:
@@ -340,30 +488,19 @@ class Client:
         idle, self._idle = self._idle, []
         return idle
 
-    def _note_answer(self, connection: Connection, due: float, now: float) -> None:
+    def _note_answer(self, due: float, now: float) -> None:
         self.record.answers += 1
         if self._is_measured(due):
             self.record.latencies.append(now - due)
+        inside = min(now, self._measured_until) - max(due, self._measured_from)
+        if inside > 0:
+            self._answered += inside / (now - due)
         if self._is_measured(now):
-            first, _, count = self._answered_at.get(connection, (now, now, 0))
-            self._answered_at[connection] = (first, now, count + 1)
             self._note_gap(now)
 
     def _note_gap(self, now: float) -> None:
         self.record.longest_gap = max(self.record.longest_gap, now - self._last_answer)
         self._last_answer = now
-
-    def _measure_rate(self) -> float:
-        """Good answers per second.
-
-        In a closed loop each connection's rate is taken from its first to its last answer, and
-        summed, so start and end do not count and nothing is rounded to whole batches. In an open
-        loop, or if a connection has fewer than two answers, answers are counted.
-        """
-        spans = [span for span in self._answered_at.values() if span[2] > 1]
-        if self._plan.rate is None and len(spans) == self._plan.connections:
-            return sum((count - 1) / (last - first) for first, last, count in spans)
-        return sum(count for _, _, count in self._answered_at.values()) / self._plan.seconds
 
     def _finish_if_done(self) -> None:
         is_more_to_come = (
@@ -382,24 +519,6 @@ class Client:
             task.cancel()
         for connection in self._open:
             connection.close()
-
-
-def make_request(plan: Plan, body: str) -> bytes:
-    """Write a request; only one with a body has a type and a length."""
-    host = f"[{plan.host}]" if ":" in plan.host else plan.host
-    head = f"{plan.method} {plan.path} HTTP/1.1\r\nHost: {host}:{plan.port}\r\n"
-    head += "".join(f"{line}\r\n" for line in plan.headers)
-    if body:
-        head += f"Content-Type: {plan.content_type}\r\n"
-    if body or plan.method != "GET":
-        head += f"Content-Length: {len(body)}\r\n"
-    return f"{head}\r\n{body}".encode("latin-1")
-
-
-def _is_complete(body: bytes, length: re.Match[bytes] | None) -> bool:
-    if length is None:
-        return True
-    return body.endswith(LAST_CHUNK) if length[1] is None else len(body) >= int(length[1])
 
 
 def draw_arrivals(plan: Plan, start: float, source: random.Random) -> list[float]:

@@ -3,7 +3,6 @@
 Runs in the command's process, which sleeps meanwhile.
 """
 
-import http.client
 import json
 import statistics
 import subprocess
@@ -11,11 +10,11 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from typing import IO, Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import IO, NamedTuple
 
 from fast_batcher._load import client as client_process
-from fast_batcher._load.client import ANSWER_LIMIT, Plan, Record
+from fast_batcher._load.client import ANSWER_LIMIT, Plan, Record, Target
 
 # For the start of the clients and for their results, seconds. It only ends what hangs.
 SPARE_TIME = 300.0
@@ -25,59 +24,27 @@ class LoadError(RuntimeError):
     """A load that cannot be measured; the text says why, and what to do."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """Address of the server under load."""
+class Batches(NamedTuple):
+    """The counts of all batchers of an app."""
 
-    host: str
-    port: int
-    # Sent with each request, as name and value.
-    headers: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
-
-    def ask(
-        self, method: str, path: str, body: bytes = b"", content_type: str = ""
-    ) -> tuple[int, bytes]:
-        """Return the status and the body of one answer.
-
-        Raises:
-            OSError: The server cannot be reached.
-            http.client.HTTPException: Its answer is not HTTP.
-        """
-        headers = dict(self.headers) | ({"Content-Type": content_type} if body else {})
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_LIMIT)
-        try:
-            connection.request(method, path, body or None, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    def read_batch_sizes(self) -> Counter[int] | None:
-        """Read the number of batches of each size, if the app tells it at /stats.
-
-        The answer is `batcher.stats` as JSON, or such stats of several batchers by name.
-        """
-        status, body = self.ask("GET", "/stats")
-        try:
-            return count_batches(json.loads(body)) if status == 200 else None
-        except ValueError:
-            return None  # a page of another kind
+    completed: int
+    batches: int
+    # The largest `max_batch_size`.
+    limit: int
 
 
-def count_batches(stats: Any) -> Counter[int] | None:
-    """Sum the batches of each size over the stats of one batcher or of several by name.
-
-    Returns:
-        None for any other value.
-    """
-    if not isinstance(stats, dict):
-        return None
-    sizes: Counter[int] = Counter()
-    for batcher in [stats] if "batch_sizes" in stats else stats.values():
-        if not isinstance(batcher, dict) or not isinstance(batcher.get("batch_sizes"), dict):
-            return None
-        sizes.update({int(size): n for size, n in batcher["batch_sizes"].items()})
-    return sizes
+def read_batches(target: Target) -> Batches | None:
+    """Read the counts from the data of the status page, None without such a page."""
+    status, body = target.ask("GET", "/batchers.json")
+    try:
+        found = json.loads(body)["batchers"] if status == 200 else []
+        return Batches(
+            sum(one["totals"]["completed"] for one in found),
+            sum(one["totals"]["batches"] for one in found),
+            max(one["max_batch_size"] for one in found),
+        )
+    except (ValueError, LookupError, TypeError):
+        return None  # a page of another kind, or none
 
 
 @dataclass(frozen=True)
@@ -155,15 +122,15 @@ def measure_case(
         OSError: The server cannot be reached.
     """
     plans = make_plans(target, case, repetition, settings)
-    batches = target.read_batch_sizes()
+    before = read_batches(target)
     with watch or nullcontext():
         records = run_clients(plans)
     figures = summarise(records, settings)
-    if batches is not None:
-        done = (target.read_batch_sizes() or Counter()) - batches
-        if done:
-            figures["mean_batch"] = sum(size * n for size, n in done.items()) / done.total()
-            figures["largest_batch"] = max(done)
+    after = None if before is None else read_batches(target)
+    if before is not None and after is not None and after.batches > before.batches:
+        completed = after.completed - before.completed
+        figures["mean_batch"] = completed / (after.batches - before.batches)
+        figures["max_batch_size"] = after.limit
     lost: Counter[str] = Counter()
     for record in records:
         lost.update(record.lost)
@@ -175,13 +142,11 @@ def make_plans(target: Target, case: Case, repetition: int, settings: LoadSettin
     """Divide a load among the client processes; there are never more of them than clients."""
     processes = min(settings.client_processes, case.clients)
     whole = Plan(
-        host=target.host,
-        port=target.port,
+        target={one.name: getattr(target, one.name) for one in fields(Target)},
         method=settings.method,
         path=case.path,
         bodies=[body.decode("latin-1") for body in settings.bodies],
         content_type=settings.content_type,
-        headers=[f"{name}: {value}" for name, value in target.headers],
         connections=0,
         # Poisson processes side by side are one of the summed rate.
         rate=None if case.rate is None else case.rate / processes,
@@ -205,12 +170,15 @@ def run_clients(plans: list[Plan]) -> list[Record]:
     """Run a client process for each plan, all at once, and end them all.
 
     Raises:
-        LoadError: A client failed; the text has its last line.
+        LoadError: A client failed; the text has its last line. Or no temporary folder can be used.
     """
     clients: list[subprocess.Popen[str]] = []
     with ExitStack() as files:
         # Files: on one virtual machine, pipes have lost parts of records above 64 KiB.
-        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in plans]
+        try:
+            outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in plans]
+        except OSError as error:
+            raise LoadError(f"the results need a temporary folder: {error}") from None
         try:
             for plan, output in zip(plans, outputs, strict=True):
                 clients.append(_start_client(plan, output))

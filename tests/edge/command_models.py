@@ -1,5 +1,6 @@
 """Models for the command `fast-batcher`, and a batcher. Imported by their names."""
 
+import sys
 import time
 from typing import Any
 
@@ -38,6 +39,11 @@ class OnTheCpu(Doubler):
         self._weight = torch.zeros(1)
 
 
+class Prints(Doubler):
+    def __init__(self) -> None:
+        print("printed by the model", flush=True)  # noqa: T201  as models do
+
+
 class NoWeights(Doubler):
     def __init__(self) -> None:
         raise FileNotFoundError("weights.pt")
@@ -57,6 +63,17 @@ batcher = DynBatcher(Doubler, max_batch_size=4)
 text = "no model"
 
 INPUTS = [1, 2, 3]
+
+
+def print_inputs() -> list[int]:
+    """Inputs, of a function that prints."""
+    print("printed by the inputs")  # noqa: T201  as programs do
+    return INPUTS
+
+
+def leave() -> list[int]:
+    """End the program."""
+    sys.exit("no inputs")
 
 
 def make_inputs() -> list[int]:

@@ -2,27 +2,32 @@
 
 import json
 import logging
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
+from paths import PYTHONPATH, ROOT
 from typer.testing import CliRunner
-from waits import LIMIT
+from waits import LIMIT, Gate
 
 from fast_batcher._cli.main import app
+from fast_batcher._cli.model import read_inputs
 
 pytestmark = pytest.mark.slow
 
-COMMAND = (sys.executable, "-m", "fast_batcher", "doctor")
+COMMAND = (sys.executable, "-m", "fast_batcher")
 HERE = Path(__file__).parent
 
 
-def run(*arguments: str, descriptors: int | None = None) -> subprocess.CompletedProcess[str]:
-    command = shlex.join([*COMMAND, *arguments])
+def run(
+    *arguments: str, name: str = "doctor", descriptors: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = shlex.join([*COMMAND, name, *arguments])
     if descriptors is not None:
         command = f"ulimit -n {descriptors}; {command}"
     return subprocess.run(
@@ -48,7 +53,7 @@ def test_a_machine_is_described() -> None:
 def test_refused_memory_files_are_reported() -> None:
     program = ROOT / "tests" / "support" / "without_memfd.py"
     done = subprocess.run(
-        [sys.executable, str(program), *COMMAND[2:], "command_models:Doubler", "--json"],
+        [sys.executable, str(program), *COMMAND[2:], "doctor", "command_models:Doubler", "--json"],
         cwd=HERE,
         capture_output=True,
         text=True,
@@ -104,6 +109,50 @@ def test_inputs_of_json_may_be_too_plain(tmp_path: Path) -> None:
     (wrong,) = [one for one in checks.values() if one["level"] == "bad"]
     assert "'dict' object has no attribute 'text'" in wrong["text"]
     assert wrong["remedy"].endswith("give other objects as --inputs module:name")
+
+
+def test_texts_of_inputs_may_have_ends_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.jsonl"
+    texts = ["first\N{LINE SEPARATOR}second\x85", "another"]
+    lines = [json.dumps(text, ensure_ascii=False) for text in texts]
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    assert read_inputs(str(path)) == texts
+
+
+@pytest.mark.parametrize("command", ["doctor", "tune"])
+def test_json_alone_is_written_whatever_the_model_prints(command: str) -> None:
+    inputs = ("--inputs", "command_models:print_inputs")
+    done = run("command_models:Prints", *inputs, "--json", name=command)
+    assert json.loads(done.stdout)
+    for text in ("printed by the model", "printed by the inputs"):
+        assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "inputs", "text"),
+    [
+        ("command_models:text.more", "command_models:INPUTS", "has no 'text.more'"),
+        ("command_models:Doubler", "command_models:leave", "leave() raised SystemExit"),
+    ],
+)
+def test_what_the_program_does_ends_in_one_line(target: str, inputs: str, text: str) -> None:
+    code, checks = examine(target, "--inputs", inputs)
+    assert (code, text in checks["target"]["text"]) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["doctor", "tune"])
+def test_the_first_interrupt_ends_the_import_of_a_module(command: str, gate: Gate) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, command, "waits_on_import:Model", "--inputs", "waits_on_import:INPUTS"],
+        cwd=HERE,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "GATE": str(gate.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    gate.wait()
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=LIMIT)
+    assert (process.returncode, "Traceback" in complaint) == (130, False)
 
 
 def test_log_level_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

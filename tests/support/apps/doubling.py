@@ -5,7 +5,8 @@ import os
 
 from fastapi import FastAPI, Response
 
-from fast_batcher import BatcherStats, DynBatcher, InferenceModel
+from fast_batcher import DynBatcher, InferenceModel
+from fast_batcher.fastapi import status_router
 
 # Seconds that the slow endpoint takes.
 SLOWNESS = 0.05
@@ -20,6 +21,7 @@ batcher: DynBatcher[int, int] = DynBatcher(
     "apps.doubling:Doubler", max_batch_size=int(os.environ.get("MAX_BATCH_SIZE", "8"))
 )
 app = FastAPI(lifespan=batcher.lifespan)
+app.include_router(status_router(batcher))
 asked = 0
 
 
@@ -43,8 +45,3 @@ async def every_third_fails() -> Response:
 @app.get("/nothing")
 async def nothing() -> Response:
     return Response(status_code=204)
-
-
-@app.get("/stats")
-async def stats() -> BatcherStats:
-    return batcher.stats

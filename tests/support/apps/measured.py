@@ -11,7 +11,7 @@ asked: Counter[str] = Counter()
 
 
 class Text(BaseModel):
-    text: Annotated[str, Field(min_length=3)]
+    text: Annotated[str, Field(min_length=3, examples=["one", "three"])]
 
 
 class Name(BaseModel):
