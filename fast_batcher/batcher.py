@@ -796,6 +796,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 `devices`; no setting was changed.
             RuntimeError: The calling thread is not that of the event loop.
         """
+        self._require_own_process()
         settings = self._settings.changed(changes)
         if self._model.spec.is_stepped:
             reject_for_stepped(settings, changes)
@@ -886,10 +887,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         try:
             settings = Settings(**values)
         except ConfigurationError as error:
-            for name, source in self._sources.items():
-                if not source.startswith("code") and name not in general:
-                    error.add_note(f"{name} is from {source}")
-            raise
+            named = [
+                f"{name} is from {source}"
+                for name, source in self._sources.items()
+                if name in str(error) and not source.startswith("code") and name not in general
+            ]
+            raise ConfigurationError("; ".join([str(error), *named])) from None
         reasons: dict[str, ConfigurationError] = {}
         for name in [*general] * 2:  # one may need another one
             try:

@@ -140,6 +140,8 @@ def _read_file(path: Path, batcher: str) -> Iterator[tuple[str, Outside]]:
             if place in own:
                 if isinstance(value, str):
                     value = _parse(option, value, source)
+                elif isinstance(value, list) and tuple in option.types:
+                    value = tuple(value)
                 _check(option, value, source)
                 yield option.name, Outside(value, source, not place)
 

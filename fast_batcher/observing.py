@@ -121,6 +121,8 @@ class WorkerChanged:
     exit_text: str = ""
     # Address of its node in a Ray cluster; "" for this machine.
     node: str = ""
+    # Number of the process or thread, among all that the batcher has started since it opened.
+    worker_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -568,10 +568,7 @@ class Settings:
                 f"num_workers={count!r:.100}: devices={self.devices!r:.100} give the batcher its "
                 f"{self.num_workers} workers; for another number open a batcher with other devices"
             )
-        # A queue keeps its length when `max_batch_size` alone is changed.
-        keeps_length = "max_batch_size" in changes
-        kept = replace(self, max_queue_size=self.queue_limit) if keeps_length else self
-        return replace(kept, **changes)
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Exit codes: 0 nothing is wrong, 1 something is wrong, 2 the command line is wron
 """
 
 import asyncio
+import io
 import json
 import logging
 import os
@@ -54,6 +55,10 @@ _SIGNS = {"good": "[green]ok[/]", "warning": "[yellow]warning[/]", "bad": "[red]
 @app.callback()
 def _introduce() -> None:
     """Look after batchers."""
+    # A terminal of another encoding gets the report, with its unknown characters described.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # `asyncio.run` would replace Python's own handler, and only cancel a task: Ctrl-C would wait
     # for the import of a module, or for a simulation.
     signal.signal(signal.SIGINT, _interrupt)
@@ -102,8 +107,12 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning; errors are in the report anyway."""
-        if record.levelno == logging.WARNING:
-            self.found.append(record.getMessage())
+        if record.levelno != logging.WARNING:
+            return
+        try:
+            self.found.append(self.format(record))
+        except Exception:  # noqa: BLE001  as handlers of Python do: the text may not fit its values
+            self.handleError(record)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ from fast_batcher._parent.staging import (
 )
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
-from fast_batcher._session.life import CurrentModel, LiveSettings, LoopBinding, Status
+from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, timeout_of
 from fast_batcher._session.session import Session
 from fast_batcher._shared_memory.inputs import Slab, Slabs
@@ -80,7 +80,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import ModelSpec
 from fast_batcher.observing import BatchAnswered, BatchDispatched, BatchLost, ReporterChanged
-from fast_batcher.settings import Reconfiguration, Settings
+from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
@@ -380,7 +380,7 @@ class RemoteSession(Session):
         elif frame.kind == Kind.GENERATION:
             self._take_generation(loads(frame.body))
         elif frame.kind == Kind.RECONFIGURED:
-            self._take_revision(*loads(frame.body), is_own=bool(frame.batch_id))
+            self._merge_settings(loads(frame.body))
         elif frame.kind == Kind.RELOADED:
             self._finish_reload(*loads(frame.body))
         elif frame.kind in (Kind.EVENT, Kind.FOLLOW, Kind.FOLLOWED):
@@ -520,6 +520,7 @@ class RemoteSession(Session):
         return replace(
             host,
             state=here.state,
+            num_workers=here.num_workers if self._host is None else host.num_workers,
             generation=here.generation,
             workers_ready=here.workers_ready,
             waiting=here.waiting,
@@ -618,8 +619,7 @@ class RemoteSession(Session):
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
-        for changes in self._live.unconfirmed:
-            self._link.send(Kind.RECONFIGURE, dumps(changes))
+        self._link.send(Kind.RECONFIGURE, dumps(self._live.changes))  # some after the introduction
         for body in self._unsent_reloads:
             self._link.send(Kind.RELOAD, body)
         self._unsent_reloads.clear()
@@ -740,19 +740,19 @@ class RemoteSession(Session):
         self._link.join()
 
     def reconfigure(self, settings: Settings) -> None:
-        """Send the last change to the host, for all API processes."""
+        """Send the changes to the host, for all API processes."""
         self._flush()  # requests that came before the change
         self._use(settings)
-        self._link.send(Kind.RECONFIGURE, dumps(self._live.unconfirmed[-1]))
+        self._link.send(Kind.RECONFIGURE, dumps(self._live.changes))
 
     def _use(self, settings: Settings) -> None:
         self.settings = settings
         self._inputs.arena.batch_size = settings.batch_limit
 
-    def _take_revision(self, revision: int, values: Reconfiguration, *, is_own: bool) -> None:
-        """Follow the settings of the host, which this or another API process has changed."""
-        self._live.follow(revision, values, is_own=is_own)
-        self._use(self._live.current)
+    def _merge_settings(self, changes: Changes) -> None:
+        """Follow the settings of the host, which another API process has changed."""
+        if self._live.merge(changes):
+            self._use(self._live.current)
 
     # Reloads.
 

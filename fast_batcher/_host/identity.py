@@ -257,26 +257,41 @@ def read_start_time(pid: int) -> str | None:
     return None if status is None else status[_STARTED]
 
 
-def read_age_of_youngest_child(pid: int) -> float:
-    """Return the age in seconds of the youngest living child of a process; infinite without one.
+def find_youngest_child(pid: int) -> tuple["ProcessIdentity | None", float]:
+    """Find the youngest living child of a process that can be a server process, and its age.
 
-    Children in another session than their parent do not count: these are no server processes.
+    A server process runs the same interpreter as this process, in the session of its parent.
+
+    Returns:
+        The child, and its age in seconds; None and infinity without one.
     """
     parent = _read_status(pid)
     if parent is None:
-        return math.inf
-    names = (path.name for path in Path("/proc").iterdir())
-    found = (_read_status(int(name)) for name in names if name.isdecimal())
-    starts = [
-        int(status[_STARTED])
-        for status in found
-        if status is not None
-        and status[_PARENT] == str(pid)
-        and status[_SESSION] == parent[_SESSION]
-        and status[_STATE] not in _DEAD
-    ]
-    now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    return now - max(starts) / os.sysconf("SC_CLK_TCK") if starts else math.inf
+        return None, math.inf
+    found = []
+    for path in Path("/proc").iterdir():
+        status = _read_status(int(path.name)) if path.name.isdecimal() else None
+        if (
+            status is not None
+            and status[_PARENT] == str(pid)
+            and status[_SESSION] == parent[_SESSION]
+            and status[_STATE] not in _DEAD
+            and _read_program(path) == _read_program(Path("/proc/self"))
+        ):
+            found.append((int(status[_STARTED]), int(path.name)))
+    if not found:
+        return None, math.inf
+    started, child = max(found)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    return identify_process(child), age
+
+
+def _read_program(process: Path) -> str | None:
+    """Return the file that a process runs; None if it is dead, or of another user."""
+    try:
+        return os.readlink(process / "exe")
+    except OSError:
+        return None
 
 
 # Positions of fields in `_read_status`, and the states of processes that have ended.
@@ -353,6 +368,14 @@ class ProcessIdentity(NamedTuple):
     pid: int
     # In ticks since the boot; None if the process is not visible, or there is no `/proc`.
     started: str | None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended, as far as is visible here."""
+        status = _read_status(self.pid)
+        return (
+            status is not None and status[_STARTED] == self.started and status[_STATE] not in _DEAD
+        )
 
 
 def identify_process(pid: int) -> ProcessIdentity:

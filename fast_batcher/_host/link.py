@@ -143,8 +143,7 @@ def make_hello(
     settings = live.first
     return Hello(
         settings=plain_settings(settings),
-        revision=live.revision,
-        changed_values=live.values,
+        changes=live.changes,
         has_costs=settings.cost is not None,
         has_groups=settings.group_by is not None,
         name=key.name,

@@ -12,7 +12,7 @@
     BATCH_CONTEXTS: context managers        -->
                                             <--   FOLLOWED: its answer or loss
     RECONFIGURE: changes                    -->
-                                            <--   RECONFIGURED: revision, values, to each process
+                                            <--   RECONFIGURED: changes, to each API process
     RELOAD: number, model                   -->
                                             <--   GENERATION, to each API process: a reload begins
                                             <--   GENERATION, to each: the model of all workers
@@ -37,7 +37,7 @@ from fast_batcher._core.values import Failure, Group, Request
 from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, InputError, RemoteTraceback
-from fast_batcher.settings import MAX_FRAME_BYTES, Reconfiguration
+from fast_batcher.settings import MAX_FRAME_BYTES
 from fast_batcher.stats import BatcherStats, Explanation
 
 # Bytes of inputs or outputs after which another frame begins. Frames of other batchers' processes
@@ -78,11 +78,9 @@ class Generation(NamedTuple):
 class Hello(NamedTuple):
     """An API process introduces itself."""
 
-    # The batcher's as constructed, plain values only; and the number of its last change, with the
-    # values that it has now, as in `LiveSettings`.
+    # The batcher's as constructed, plain values only; and their changes, as in `LiveSettings`.
     settings: dict[str, Any]
-    revision: int
-    changed_values: Reconfiguration
+    changes: dict[str, tuple[float, Any]]
     # Whether the settings have a function for costs, and one for groups.
     has_costs: bool
     has_groups: bool

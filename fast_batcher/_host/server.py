@@ -28,7 +28,7 @@ from fast_batcher._core.host import Reporting, Tenancy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Group, Request, State, settle
 from fast_batcher._file_state import FileState, read_state
-from fast_batcher._host.identity import identify_process, read_age_of_youngest_child
+from fast_batcher._host.identity import ProcessIdentity, find_youngest_child, identify_process
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     MAX_RANGES,
@@ -53,7 +53,7 @@ from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_process import Exit, WorkerHandle
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
-from fast_batcher._session.life import CurrentModel, LiveSettings, Status
+from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Status
 from fast_batcher._session.session import LocalSession
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
@@ -107,8 +107,11 @@ class LogForwarder(logging.Handler):
         reader = self._find_reader()
         if reader is None:
             self._stderr.handle(record)
-        else:
+            return
+        try:
             reader.tell(Kind.LOG, pack_record(record))
+        except Exception:  # noqa: BLE001  as handlers of Python do: the text may not fit its values
+            self.handleError(record)
 
 
 class EventForwarder(Observer):
@@ -275,8 +278,7 @@ class HostSession(LocalSession):
         self._loaded_next: dict[str, FileState] = {}
         _, model, weights, _ = self.generation
         model_spec = ModelSpec(hello.model_name, model, methods=hello.methods, weights=weights)
-        self.live = LiveSettings(settings)
-        self.live.follow(hello.revision, hello.changed_values)
+        self.live = LiveSettings(settings, hello.changes)
         super().__init__(CurrentModel(model_spec), self.live.current, status, ledger)
         self.number_generation(self.generation.number)
         slabs = self.memory.slabs
@@ -377,10 +379,6 @@ class HostSession(LocalSession):
         )
         return dumps(tuple(state))
 
-    def pack_settings(self) -> bytes:
-        """Pack the settings that can change for the API processes."""
-        return dumps((self.live.revision, self.live.values))
-
     async def aclose(self) -> None:
         """Finish the accepted requests, unless it is broken, and end the workers."""
         if self.status.state is not State.BROKEN:
@@ -455,8 +453,8 @@ class HostServer:
         # moment at which the last of them has joined.
         self._shared_by: int | None = None
         self._joined_at = 0.0
-        # Whether the server has started a process that has not joined yet, and no other is left.
-        self._awaits_successor = False
+        # A process that the server has started and that has not joined yet, if no other is left.
+        self._successor: ProcessIdentity | None = None
         self._end_timer: asyncio.TimerHandle | None = None
         # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
         # it is gone.
@@ -551,8 +549,7 @@ class HostServer:
         elif kind == Kind.OBSERVE:
             self._observe(tenant, session)
         elif kind == Kind.RECONFIGURE:
-            session.live.number_change(loads(frame.body))
-            self._apply_settings(session, tenant)
+            self._merge_settings(session, loads(frame.body))
         elif kind == Kind.RELOAD:
             call, fields = loads(frame.body)
             self._begin_reload(session, Generation(*fields), tenant, call)
@@ -569,7 +566,7 @@ class HostServer:
         self._tenants[tenant.id] = tenant
         self._tenancy.joined(tenant.id)
         self._joined_at = monotonic()
-        self._awaits_successor = False
+        self._successor = None
         self._welcome(tenant, hello)
 
     def tenant_vanished(self, tenant: Tenant) -> None:
@@ -591,9 +588,9 @@ class HostServer:
         """Let a process go that has closed its batcher."""
         self._tenants.pop(tenant.id, None)
         self._remove(tenant)
-        successor_age = inf if self._tenants else self._read_successor_age(session)
-        self._awaits_successor = successor_age < inf
-        self._tenancy.said_goodbye(monotonic(), tenant.id, successor_age)
+        successor, age = (None, inf) if self._tenants else self._find_successor(session)
+        self._successor = successor
+        self._tenancy.said_goodbye(monotonic(), tenant.id, age)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
             self._stop_reporting(tenant)
             tenant.send(Kind.FAREWELL, session.pack_state())
@@ -602,8 +599,8 @@ class HostServer:
             self._waiting.append(tenant)
         self._check_end()
 
-    def _read_successor_age(self, session: HostSession) -> float:
-        """Return the age of a server process that has not joined yet; infinite without one.
+    def _find_successor(self, session: HostSession) -> tuple[ProcessIdentity | None, float]:
+        """Find a server process that has not joined yet, and its age; infinite without one.
 
         At SIGHUP gunicorn starts new processes, and the old ones end before the new ones have
         imported the app. The host waits for these, unless they need another model.
@@ -614,9 +611,9 @@ class HostServer:
             or session.find_changed_file() is not None
             or has_rival(self._listener)
         ):
-            return inf
-        age = read_age_of_youngest_child(self._shared_by)
-        return age if age < monotonic() - self._joined_at else inf
+            return None, inf
+        child, age = find_youngest_child(self._shared_by)
+        return (child, age) if age < monotonic() - self._joined_at else (None, inf)
 
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
         session = tenant.session = self._session or self._begin(hello)
@@ -637,11 +634,8 @@ class HostServer:
             self._release_output()
         if hello.observes:
             self._observe(tenant, session)
-        if hello.revision > session.live.revision:
-            session.live.follow(hello.revision, hello.changed_values)
-            self._apply_settings(session)
-        else:
-            tenant.send(Kind.RECONFIGURED, session.pack_settings())
+        tenant.send(Kind.RECONFIGURED, dumps(session.live.changes))
+        self._merge_settings(session, hello.changes)
         self._compare_generations(session, hello.generation, tenant)
         tenant.send(Kind.STATE, session.pack_state())
 
@@ -683,13 +677,14 @@ class HostServer:
         session.begin()
         return session
 
-    def _apply_settings(self, session: HostSession, caller: Tenant | None = None) -> None:
-        """Use the changed settings, and tell every process; the caller that it was its change."""
-        session.reconfigure(session.live.current)
-        body = session.pack_settings()
-        for tenant in self._tenants.values():
-            tenant.send(Kind.RECONFIGURED, body, number=tenant is caller)
-        self.push_soon()
+    def _merge_settings(self, session: HostSession, changes: Changes) -> None:
+        """Use changes that are later than those of before, and tell every process."""
+        if session.live.merge(changes):
+            session.reconfigure(session.live.current)
+            body = dumps(session.live.changes)
+            for tenant in self._tenants.values():
+                tenant.send(Kind.RECONFIGURED, body)
+            self.push_soon()
 
     # Reloads. All processes hear of the beginning and the end of a reload between the answers, so
     # that each knows which answers may be of which model.
@@ -801,8 +796,10 @@ class HostServer:
     def _tick(self) -> None:
         if self._session is not None:
             self._session.ranges.reuse()
-        if self._awaits_successor and has_rival(self._listener):
-            # The successor has other settings. The device may have no room for a second model.
+        successor = self._successor
+        if successor is not None and (not successor.is_running or has_rival(self._listener)):
+            # It was no server process, or has other settings: the device may have no room for two
+            # models.
             self.asked_to_end()
         self._choose_reporter()
         self._push()

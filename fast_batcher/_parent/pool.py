@@ -456,7 +456,7 @@ class Pool:
 
     def _tell(self, worker: WorkerHandle, change: WorkerChange, exit_text: str = "") -> None:
         if self._observers.active:
-            place = worker.pid, exit_text, worker.node
+            place = worker.pid, exit_text, worker.node, worker.id
             event = WorkerChanged(self._name, worker.index, change, *place)
             self._observers.tell(event)
 

@@ -35,7 +35,7 @@ from fast_batcher.errors import (
     NotReadyError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.settings import LIVE_OPTIONS, Reconfiguration, Settings
+from fast_batcher.settings import Reconfiguration, Settings
 
 # The number of no thread: a forked child has a copy of the loop, which says that it is running.
 _NO_THREAD = -1
@@ -270,49 +270,45 @@ class CurrentModel:
             self.spec = spec
 
 
+# By option: the moment of its last change, by a clock that all processes of a machine share, and
+# its value.
+Changes = dict[str, tuple[float, Any]]
+
+
 class LiveSettings:
     """The settings of one batcher, which `reconfigure` changes.
 
-    The processes of a shared batcher agree on them as on the model of a reload: the host numbers
-    each change and tells all processes, and of two processes that join a new host the one with the
-    higher number brings the settings. A process repeats its own changes to the next host until a
-    host has confirmed them.
+    The processes of a shared batcher and their host merge their changes: of each option the last
+    change counts, whichever process made it and whichever host has died meanwhile.
     """
 
-    def __init__(self, first: Settings) -> None:
+    def __init__(self, first: Settings, changes: Changes | None = None) -> None:
         # The settings given to the constructor. They are part of the host's key, so they never
         # change.
         self.first = first
         self.current = first
-        # Number of the last change that a host has numbered.
-        self.revision = 0
-        # Changes of this process that no host has confirmed, in their order.
-        self.unconfirmed: list[Reconfiguration] = []
+        self.changes: Changes = {}
+        self.merge(changes or {})
 
-    @property
-    def values(self) -> Reconfiguration:
-        """The present values of the options that can change."""
-        return {name: getattr(self.current, name) for name in LIVE_OPTIONS}  # type: ignore[return-value]
+    def change(self, values: Reconfiguration) -> None:
+        """Change options now; raise ConfigurationError if a value is wrong."""
+        self.current.changed(values)
+        now = monotonic()
+        self.merge({name: (now, value) for name, value in values.items()})
 
-    def change(self, changes: Reconfiguration) -> None:
-        """Apply a change of this process; raise ConfigurationError if a value is wrong."""
-        self.current = self.current.changed(changes)
-        if self.first.has_host:
-            self.unconfirmed.append(changes)
-
-    def number_change(self, changes: Reconfiguration) -> None:
-        """Apply a change in the host, and give it the next number."""
-        self.current = self.current.changed(changes)
-        self.revision += 1
-
-    def follow(self, revision: int, values: Reconfiguration, *, is_own: bool = False) -> None:
-        """Take the values of a host or of another process; `is_own` confirms the oldest change."""
-        if is_own:
-            del self.unconfirmed[0]
-        self.revision = revision
-        self.current = replace(self.first, **values)
-        for changes in self.unconfirmed:
-            self.current = self.current.changed(changes)
+    def merge(self, changes: Changes) -> bool:
+        """Apply the changes that are later than these; return whether there is one."""
+        known = self.changes
+        later = {
+            name: (moment, value)
+            for name, (moment, value) in changes.items()
+            if name not in known or moment > known[name][0]
+        }
+        if later:
+            self.changes = known | later
+            values = {name: value for name, (_, value) in self.changes.items()}
+            self.current = replace(self.first, **values)
+        return bool(later)
 
 
 # The remedies for a batcher that was not opened, in an app and in a script.

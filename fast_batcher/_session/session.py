@@ -306,8 +306,10 @@ class LocalSession(Session):
         # Outcomes from OUTPUTS_FRAGMENT frames, by worker, until the last frame of their batch:
         # each worker answers one batch at a time.
         self._fragments: dict[int, list[Any]] = {}
-        # Decides about the number of workers, None if it is fixed; and the timer of its next look.
+        # Decides about the number of workers, None if it is fixed; its bounds and target; and the
+        # timer of its next look.
         self._scaling: Scaling | None = None
+        self._scaled_by: tuple[int, int, float | None] | None = None
         self._scaling_timer: asyncio.TimerHandle | None = None
         # Requests that the scheduler has rejected on arrival.
         self._rejected = 0
@@ -755,8 +757,8 @@ class LocalSession(Session):
         self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages, index)
         if is_restart:
             self._ledger.counters.restarts += 1
-            change = WorkerChanged(self._name, index, "restarted", worker.pid, "", worker.node)
-            self._observers.tell(change)
+            place = worker.pid, "", worker.node, worker.id
+            self._observers.tell(WorkerChanged(self._name, index, "restarted", *place))
         if self.status.state is State.OPENING:
             self._notice_all_ready()
         elif self.status.state is State.BROKEN:
@@ -820,12 +822,16 @@ class LocalSession(Session):
 
     def _set_scaling(self) -> None:
         """Scale by the backlog from now on if the settings have a range of workers."""
+        fewest, most = self.settings.fewest_workers, self.settings.most_workers
+        bounds = fewest, most, self.settings.max_latency
+        if bounds == self._scaled_by:  # what it has observed counts on
+            return
+        self._scaled_by = bounds
         if self._scaling_timer is not None:
             self._scaling_timer.cancel()
         self._scaling = self._scaling_timer = None
-        fewest, most = self.settings.fewest_workers, self.settings.most_workers
         if fewest < most:
-            self._scaling = Scaling(fewest, most, self.settings.max_latency)
+            self._scaling = Scaling(*bounds)
             self.scheduler.learn_times()
             self._look_later()
 

@@ -130,7 +130,7 @@ class Kind:
     ITEM_CALLS = 34  # requests with inputs pickled separately, or in shared memory
     ABANDON = 35  # a pickled list: ids of requests whose callers have gone
     RESENT = 36  # pickled (id, pickled input or None)
-    RECONFIGURE = 37  # the pickled changes of the settings
+    RECONFIGURE = 37  # the pickled changes of the settings, as in `LiveSettings`
     OBSERVE = 38  # send events from now on
     STATE_READ = 41  # the answer to STATE
     RELOAD = 42  # pickled (number of the call, fields of a `Generation`)
@@ -142,8 +142,7 @@ class Kind:
     ANSWERS = 49  # outputs that are all in `pickling.ATOMS`
     ITEM_ANSWERS = 50  # outputs pickled separately, and errors
     STATE = 51  # the pickled fields of a `HostState`
-    # Pickled (revision, values of `LiveSettings`); with batch id 1 it confirms a RECONFIGURE.
-    RECONFIGURED = 63
+    RECONFIGURED = 63  # as RECONFIGURE
     RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more
     FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
     LOG = 58  # a log record

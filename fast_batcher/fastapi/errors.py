@@ -211,7 +211,8 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Describe the error answers to OpenAPI: `responses=error_responses()` on a route or app.
 
     Args:
-        statuses: The statuses to describe, out of 413, 429, 500, 503, 504. Default 503 and 504.
+        statuses: The statuses to describe, out of 413, 422, 429, 500, 503 and 504. Default 503
+            and 504.
     """
     unknown = [status for status in statuses if status not in DESCRIPTIONS]
     if unknown:

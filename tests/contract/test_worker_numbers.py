@@ -278,7 +278,21 @@ async def test_a_process_that_opens_again_joins_the_host_of_the_others() -> None
                 found = [batcher.settings[name].value for name in ("max_queue_size", "num_workers")]
                 assert found == [7, 2]
             assert await other.process_batched(1) == 1
-    assert not other._live.unconfirmed
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_the_last_change_counts_whatever_host_it_was_made_in() -> None:
+    first, other = [make("ordinary:Slow", {}, [0.0]) for _ in range(2)]
+    async with first:
+        for size in (11, 12, 13):
+            first.reconfigure(max_batch_size=size)
+        first.reconfigure(max_queue_size=7)
+    # The host has ended; the next one has only heard of fewer changes.
+    async with other:
+        other.reconfigure(max_batch_size=40)
+        async with first:
+            await until(lambda: first.settings["max_batch_size"].value == 40)
+            await until(lambda: other.settings["max_queue_size"].value == 7)
 
 
 @pytest.mark.usefixtures("own_directory")
@@ -293,6 +307,18 @@ async def test_a_change_that_no_host_has_confirmed_goes_to_the_next() -> None:
 
 
 # A range.
+
+
+async def test_other_changes_do_not_delay_a_further_worker() -> None:
+    batcher = DynBatcher(Slow, 4, model_args=(0.05,), num_workers=(1, 2))
+    async with batcher:
+        load = Load(batcher, 40)
+        size = 1000
+        while batcher.stats.workers_ready < 2:
+            size += 1
+            batcher.reconfigure(max_queue_size=size)
+            await batcher.process_batched(None)
+        await load.end()
 
 
 async def test_a_backlog_starts_a_further_worker(caplog: pytest.LogCaptureFixture) -> None:

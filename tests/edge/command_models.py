@@ -1,5 +1,6 @@
 """Models for the command `fast-batcher`, and a batcher. Imported by their names."""
 
+import logging
 import sys
 import time
 from typing import Any
@@ -42,6 +43,16 @@ class OnTheCpu(Doubler):
 class Prints(Doubler):
     def __init__(self) -> None:
         print("printed by the model", flush=True)  # noqa: T201  as models do
+
+
+class Unspeakable(Doubler):
+    def __init__(self) -> None:
+        raise ValueError("\N{CJK UNIFIED IDEOGRAPH-6A21}")
+
+
+class LogsBadly(Doubler):
+    def __init__(self) -> None:
+        logging.getLogger("fast_batcher.app").warning("broken %d", "text")
 
 
 class NoWeights(Doubler):

@@ -155,6 +155,22 @@ def test_the_first_interrupt_ends_the_import_of_a_module(command: str, gate: Gat
     assert (process.returncode, "Traceback" in complaint) == (130, False)
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_the_report_is_printed_in_any_encoding(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    done = run("command_models:Unspeakable")
+    assert done.returncode == 1
+    assert "\\u6a21" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_message_is_no_finding_and_no_error() -> None:
+    code, checks = examine("command_models:LogsBadly")
+    assert (code, "log" in checks) == (0, False)
+
+
 def test_log_level_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
     level = logging.getLogger("fast_batcher").level
@@ -202,7 +218,7 @@ def test_warm_up_is_measured_without_inputs() -> None:
     [
         ("command_models:NoWeights", "model", "FileNotFoundError: weights.pt", "in __init__"),
         ("command_models:OneAnswer", "batches", "1 outputs for 2 inputs; return one per input", ""),
-        ("command_models:Missing", "target", "has no 'Missing'; it has Doubler, NeedsPath", ""),
+        ("command_models:Missing", "target", "has no 'Missing'; it has Doubler, LogsBadly", ""),
         ("command_models:NeedsPath", "model", "missing 1 required", "that has the model's model_"),
         ("command_models:text", "target", "is a str: name a DynBatcher or a subclass", ""),
         ("no_such_module:Model", "target", "run the command in the folder that has it", ""),

@@ -259,7 +259,8 @@ def test_removed_workers_are_not_shown() -> None:
     recorder = Recorder(DynBatcher("app:Model", auto_open=False), 1)
 
     def change(worker: int, change: WorkerChange, pid: int) -> None:
-        recorder.worker_changed(WorkerChanged("model", worker, change, pid))
+        # The workers are threads of one process.
+        recorder.worker_changed(WorkerChanged("model", worker, change, 1, worker_id=pid))
 
     change(1, "started", 5)
     change(1, "ready", 5)

@@ -108,9 +108,13 @@ def test_no_request_waits_for_a_new_model(
     # The reload.
     deploy(2, SECONDS, gate.path)
     assert post(f"{url}/reload").status_code == 401
-    assert post(f"{url}/reload", headers={"Authorization": "Bearer x"}).status_code == 403
+    assert post(f"{url}/reload", headers={"Authorization": "Bearer x"}).status_code == 401
     reloaded = thread.submit(post, f"{url}/reload", headers=HEADERS)
-    answer_while_loading()
+    visit = gate.wait()
+    again = post(f"{url}/reload", headers=HEADERS)
+    assert (again.status_code, "a reload runs" in again.text) == (409, True)
+    clients.wait_for(UNDER_WAY)
+    visit.let_on()
     assert reloaded.result().json() == 1
     assert get(f"{url}/classify?text=cat").json() == "cat by 2"
     clients.wait_for(UNDER_WAY)

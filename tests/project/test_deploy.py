@@ -160,16 +160,16 @@ def test_the_command_of_a_pod_serves_and_ends(tmp_path: Path) -> None:
     )
     notes = read_manifest("deployment.yaml")["spec"]["template"]["metadata"]["annotations"]
     own_port = notes["prometheus.io/port"]
-    assert own_port in metrics
+    assert f'"METRICS_PORT", "{own_port}"' in metrics
     free = find_free_port()
     program = (tmp_path / "server.py").read_text()
     line = "app = FastAPI(lifespan=batcher.lifespan)\n"
     assert line in program
-    (tmp_path / "server.py").write_text(program.replace(line, metrics.replace(own_port, str(free))))
+    (tmp_path / "server.py").write_text(program.replace(line, metrics))
     command = ["127.0.0.1" if one == "0.0.0.0" else one for one in container["command"]]
     command[command.index("--port") + 1] = "0"
     paths = os.pathsep.join([str(ROOT), str(tmp_path)])
-    settings = {"PYTHONPATH": paths, "STATUS_PASSWORD": "secret"}
+    settings = {"PYTHONPATH": paths, "STATUS_PASSWORD": "secret", "METRICS_PORT": str(free)}
     server = Server("", command=command, settings=settings)
     try:
         url = server.url()

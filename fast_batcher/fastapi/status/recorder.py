@@ -91,6 +91,8 @@ class Seat:
 
     state: SeatState = "unknown"
     pid: int | None = None
+    # `WorkerChanged.worker_id` of the process or thread.
+    worker_id: int | None = None
     # Address of the process's node in a Ray cluster; "" for this machine.
     node: str = ""
     # When it came into this state.
@@ -107,9 +109,12 @@ class Seat:
         self.exits += 1
         self.exit_text, self.exited_at = text, now
 
-    def move(self, state: SeatState, pid: int | None, now: float, node: str = "") -> None:
-        """Note a new state, and its process."""
-        self.state, self.pid, self.since, self.node = state, pid, now, node
+    def move(self, state: SeatState, now: float, event: WorkerChanged | None = None) -> None:
+        """Note a new state, and the event of its process; None for no process."""
+        self.state, self.since = state, now
+        self.pid = None if event is None else event.pid
+        self.worker_id = None if event is None else event.worker_id
+        self.node = "" if event is None else event.node
 
 
 class Recorder(Observer):
@@ -205,17 +210,17 @@ class Recorder(Observer):
         if event.change == "started" and (
             seat.state != "ready" or self._batcher.state == "opening"
         ):
-            seat.move("loading", event.pid, now, event.node)
+            seat.move("loading", now, event)
         elif event.change == "ready":
-            seat.move("ready", event.pid, now, event.node)
+            seat.move("ready", now, event)
             seat.batches = 0
         elif event.change == "recycled":
             seat.exit("recycled", now)
-        elif event.change == "removed" and event.pid == seat.pid:
-            seat.move("retired", None, now)
-        elif event.change == "lost" and event.pid == seat.pid:
+        elif event.change == "removed" and event.worker_id == seat.worker_id:
+            seat.move("retired", now)
+        elif event.change == "lost" and event.worker_id == seat.worker_id:
             is_loss = self._batcher.state not in ("draining", "closed")
-            seat.move("lost" if is_loss else "retired", None, now)
+            seat.move("lost" if is_loss else "retired", now)
             if is_loss:
                 seat.exit(event.exit_text, now)
                 self.losses.append(now)
