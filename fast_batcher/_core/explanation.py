@@ -88,12 +88,25 @@ def _learn(
     service = ServiceModel()
     for sample in samples:
         service.observe(sample.size, sample.answered_at - sample.began_at)
-    sampled = [size for size, _, _ in service.points()]
+    sampled = service.points()
     # Last, and so with their full weight: nothing newer tells about these sizes.
     for size, median, _ in learned:
-        if all(max(size, known) >= 2 * min(size, known) for known in sampled):
+        if all(
+            max(size, known) >= 2 * min(size, known)
+            and not _contradict((size, median), (known, seconds))
+            for known, seconds, _ in sampled
+        ):
             service.observe(size, median)
     return service
+
+
+def _contradict(*points: tuple[float, float]) -> bool:
+    """Return whether the larger of two batches is said to take less than half of the time.
+
+    The inputs of the warm-up may be far shorter than those of the requests.
+    """
+    (_, small), (_, large) = sorted(points)
+    return 2 * large < small
 
 
 def _predict_capacity(setup: Setup, service: ServiceModel) -> float | None:

@@ -296,6 +296,26 @@ def test_advice_is_true_for_a_known_model(
     assert found.capacity == (None if capacity is None else pytest.approx(capacity, rel=0.05))
 
 
+@pytest.mark.parametrize(
+    ("learned", "capacity"),
+    [
+        # The warm-up had inputs that are far shorter than those of the requests.
+        ((64.0, 0.0005, 0.0005), None),
+        # The times scatter.
+        ((64.0, 0.018, 0.018), 64 / 0.018),
+    ],
+)
+def test_times_of_the_warm_up_that_requests_contradict_do_not_count(
+    learned: tuple[float, float, float], capacity: float | None
+) -> None:
+    samples = [
+        BatchSample(0.02 * number, 0.02 * (number + 1), 8, Release.IDLE, 0, 0.0, 0.02)
+        for number in range(20)
+    ]
+    found = explain(samples, Setup(64, 1, has_cost_limit=False, is_grouped=False), [learned])
+    assert found.capacity == (None if capacity is None else pytest.approx(capacity))
+
+
 def test_reason_and_mean_are_told_apart() -> None:
     sizes = [8, 8, 8, 8, 4]
     samples = [
