@@ -80,15 +80,20 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
     def ask(
-        self, method: str, path: str, body: bytes = b"", content_type: str = ""
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        content_type: str = "",
+        limit: float = ANSWER_LIMIT,
     ) -> tuple[int, bytes]:
-        """Send one request; return the status and the body of its answer.
+        """Send one request; return the status and the body of its answer, within `limit` seconds.
 
         Raises:
             OSError: The server cannot be reached, or gives no complete answer.
         """
         request = self.make_request(method, path, body, content_type)
-        return asyncio.run(_ask(self, request))
+        return asyncio.run(_ask(self, request, limit))
 
 
 @cache
@@ -244,13 +249,13 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
 
-async def _ask(target: Target, request: bytes) -> tuple[int, bytes]:
+async def _ask(target: Target, request: bytes, limit: float) -> tuple[int, bytes]:
     question = _Question(request)
     await target.open(lambda: Connection(question))
     try:
-        return await asyncio.wait_for(question.answer, ANSWER_LIMIT)
+        return await asyncio.wait_for(question.answer, limit)
     except TimeoutError:
-        raise TimeoutError(f"no complete answer within {ANSWER_LIMIT:g} s") from None
+        raise TimeoutError(f"no complete answer within {limit:g} s") from None
 
 
 class _Question:

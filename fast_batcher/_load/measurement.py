@@ -18,6 +18,8 @@ from fast_batcher._load.client import ANSWER_LIMIT, Plan, Record, Target
 
 # For the start of the clients and for their results, seconds. It only ends what hangs.
 SPARE_TIME = 300.0
+# For the status page, which answers in milliseconds, seconds. Another server may not answer at all.
+PAGE_LIMIT = 2.0
 
 
 class LoadError(RuntimeError):
@@ -35,15 +37,15 @@ class Batches(NamedTuple):
 
 def read_batches(target: Target) -> Batches | None:
     """Read the counts from the data of the status page, None without such a page."""
-    status, body = target.ask("GET", "/batchers.json")
     try:
+        status, body = target.ask("GET", "/batchers.json", limit=PAGE_LIMIT)
         found = json.loads(body)["batchers"] if status == 200 else []
         return Batches(
             sum(one["totals"]["completed"] for one in found),
             sum(one["totals"]["batches"] for one in found),
             max(one["max_batch_size"] for one in found),
         )
-    except (ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None  # a page of another kind, or none
 
 
