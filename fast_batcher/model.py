@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.settings import BATCH_SIZE, find_misspelt
+from fast_batcher.settings import BATCH_SIZE, find_similar_name
 from fast_batcher.types import Rows
 
 # Attribute of marked functions.
@@ -354,13 +354,15 @@ def warn_about_hooks(model: object) -> None:
         return
     own = {name for kind in model.__mro__ if kind is not InferenceModel for name in vars(kind)}
     names = sorted(name for name in own if name[0] != "_")
-    for name, hook in find_misspelt(names, set(_HOOKS) - own):
-        warnings.warn(
-            f"{model.__qualname__}.{name} looks like {hook}, which the library uses, and is not "
-            "used; rename it, or let its name begin with an underscore",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    for name in names:
+        hook = find_similar_name(name, set(_HOOKS) - own)
+        if hook is not None:
+            warnings.warn(
+                f"{model.__qualname__}.{name} looks like {hook}, which the library uses, and is "
+                "not used; rename it, or let its name begin with an underscore",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 def is_main_importable() -> bool:
