@@ -5,12 +5,12 @@ Any process and thread. `_session/cache.py` looks outputs up, and `_local/` thos
 
 import hashlib
 import pickle
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
+from fast_batcher._arrays.kinds import find_torch
 from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import make_reducers
 from fast_batcher.errors import ConfigurationError
@@ -130,6 +130,6 @@ def hash_input(value: Any) -> str:
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
     # Without a memo: otherwise ["a", "a"] would depend on whether both are the same object.
     pickler.fast = True
-    pickler.dispatch_table = make_reducers(sys.modules.get("torch"))
+    pickler.dispatch_table = make_reducers(find_torch())
     pickler.dump(value)
     return file.hash.hexdigest()

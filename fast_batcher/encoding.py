@@ -6,8 +6,9 @@ in the worker, and the app forwards the bytes.
 """
 
 import base64
-import sys
 from typing import Any
+
+from fast_batcher._arrays.kinds import find_torch, is_tensor
 
 
 def to_json(value: Any) -> bytes:
@@ -67,12 +68,11 @@ def to_base64(array: Any) -> str:
 
 
 def _to_array(value: Any) -> Any:
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Tensor):
+    if not is_tensor(value):
         return value
     tensor = value.detach().cpu()
     # NumPy has no bfloat16.
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return (tensor.float() if tensor.dtype is find_torch().bfloat16 else tensor).numpy()
 
 
 def _to_plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from fast_batcher._arrays.collation import Collation, Outputs, Padding, PadValue
+from fast_batcher._arrays.kinds import find_numpy, find_torch, is_array, is_tensor
 from fast_batcher._arrays.stacking import find_whole
 from fast_batcher._arrays.trees import LEAF, Tree, build, children, flatten, paths, with_entry
 from fast_batcher.errors import CollationError, OutputMismatchError, is_kind
@@ -54,24 +55,24 @@ class Spec(NamedTuple):
 NONE: Final = Spec("none")
 
 
-def is_array(value: Any) -> bool:
+def is_joinable_array(value: Any) -> bool:
     """Whether it is a NumPy array or scalar of a kind that can be joined."""
-    numpy = sys.modules.get("numpy")
+    numpy = find_numpy()
     return numpy is not None and (
         type(value) in (numpy.ndarray, numpy.memmap)
         or (isinstance(value, numpy.generic) and not isinstance(value, _TEXTS))
     )
 
 
-def is_tensor(value: Any) -> bool:
+def is_joinable_tensor(value: Any) -> bool:
     """Whether it is a PyTorch tensor of a kind that can be joined."""
-    torch = sys.modules.get("torch")
+    torch = find_torch()
     return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_array_like(value: Any) -> bool:
     """Whether it is an array or tensor of any kind, also one that cannot be joined."""
-    return is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape"))
+    return is_joinable_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape"))
 
 
 def is_plain(value: Any) -> bool:
@@ -81,9 +82,9 @@ def is_plain(value: Any) -> bool:
 
 def spec_of(leaf: Any) -> Spec | None:
     """Return the spec of a leaf, None if the leaf cannot be joined to others."""
-    if is_array(leaf):
+    if is_joinable_array(leaf):
         return None if leaf.dtype.hasobject else Spec("array", leaf.dtype, leaf.shape)
-    if is_tensor(leaf):
+    if is_joinable_tensor(leaf):
         if find_tensor_fault(leaf):  # checked first: the shape of a nested tensor raises
             return None
         return Spec("tensor", leaf.dtype, tuple(leaf.shape), leaf.device)
@@ -100,9 +101,9 @@ def spec_of(leaf: Any) -> Spec | None:
 def describe_fault(leaf: Any, feature: str) -> str:
     """Say why a leaf without a spec cannot be joined, and what can be sent instead."""
     name, kind = named(feature), type(leaf).__qualname__
-    if is_array(leaf):
+    if is_joinable_array(leaf):
         fault = f"dtype {leaf.dtype}"
-    elif is_tensor(leaf):
+    elif is_joinable_tensor(leaf):
         fault = find_tensor_fault(leaf) or ""
     elif is_array_like(leaf):
         return f"{name} is a {kind}; send a plain array or tensor: numpy.asarray(x), x.filled(...)"
@@ -253,7 +254,7 @@ def _stack_numbers(leaves: Sequence[Any], spec: Spec, like: Spec) -> Any:
 
 def row_count(batch: Any, dim: int) -> int | None:
     """Return the length of axis `dim` of an array or tensor, None if it has no axis `dim`."""
-    if is_tensor(batch) and batch.is_nested:  # its shape raises
+    if is_joinable_tensor(batch) and batch.is_nested:  # its shape raises
         return None
     ndim = len(batch.shape)
     return batch.shape[dim] if -ndim <= dim < ndim else None
@@ -265,7 +266,7 @@ def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[A
     Rows of an array are views, which are pickled without the rest. A view of a tensor would be
     pickled with its whole batch, so rows of a tensor are copies, without their gradients.
     """
-    if is_tensor(batch):
+    if is_joinable_tensor(batch):
         plain = batch.detach().cpu() if to_cpu else batch.detach()
         return [_copy_tensor(row) for row in plain.unbind(dim)]
     numpy = sys.modules["numpy"]
@@ -282,7 +283,7 @@ def copy_rows(batch: Any) -> list[Any]:
 
 def _own(leaf: Any, *, to_cpu: bool) -> Any:
     """Return a leaf as it is, but a tensor without its gradient and without shared memory."""
-    if not is_tensor(leaf) or find_tensor_fault(leaf) is not None:
+    if not is_joinable_tensor(leaf) or find_tensor_fault(leaf) is not None:
         return leaf
     plain = leaf.detach().cpu() if to_cpu else leaf.detach()
     return plain if plain.untyped_storage().nbytes() == plain.nbytes else _copy_tensor(plain)
@@ -539,14 +540,14 @@ def _split_leaf(
 
 def _has_rows(leaf: Any) -> bool:
     """Whether it is an array or tensor that can be split, if it has the axis."""
-    return is_array(leaf) or (is_tensor(leaf) and not find_tensor_fault(leaf))
+    return is_joinable_array(leaf) or (is_joinable_tensor(leaf) and not find_tensor_fault(leaf))
 
 
 def _own_row(row: Any, *, to_cpu: bool) -> Any:
     if is_kind(row, BaseException):
         return row
     inside, tree = flatten(row)
-    if not any(map(is_tensor, inside)):
+    if not any(map(is_joinable_tensor, inside)):
         return row
     return build(tree, iter([_own(leaf, to_cpu=to_cpu) for leaf in inside]))
 
@@ -602,8 +603,8 @@ def is_much(
         inside = part if type(part) in (list, tuple) else children(part)
         if inside is not None:
             parts += len(inside)
-        elif is_array(part) or is_tensor(part):
-            is_opaque = is_tensor(part) and find_tensor_fault(part)
+        elif is_joinable_array(part) or is_joinable_tensor(part):
+            is_opaque = is_joinable_tensor(part) and find_tensor_fault(part)
             size += 0 if is_opaque else int(part.nbytes)
             parts += 0 if axis is None else row_count(part, axis) or 0
         if parts > most_parts or size > most_bytes:
@@ -674,9 +675,9 @@ def list_outputs(
         raise OutputMismatchError(
             f"{returned} {len(outputs)} outputs for {count} inputs; return one per input"
         )
-    if _is_tensor(outputs):
+    if is_tensor(outputs):
         rows = [row.clone() for row in (outputs.detach().cpu() if to_cpu else outputs)]
-    elif copies and _is_array(outputs):
+    elif copies and is_array(outputs):
         rows = copy_rows(outputs)
     else:
         rows = list(islice(outputs, count + 1))  # of a longer one, one more than `count`
@@ -691,7 +692,7 @@ def list_outputs(
 
 def _describe_fault(outputs: Any) -> str | None:
     """Describe why a value cannot be one output per input, and the remedy; None if it can."""
-    if _is_array(outputs) or _is_tensor(outputs):
+    if is_array(outputs) or is_tensor(outputs):
         # An array without axes has a shape, and no length.
         return None if outputs.shape else _NO_SEQUENCE
     if is_table(outputs):
@@ -704,13 +705,3 @@ def _describe_fault(outputs: Any) -> str | None:
     is_array_like = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
     is_sequence = is_array_like or isinstance(outputs, Sequence)
     return None if is_sequence and not isinstance(outputs, TEXTS) else _NO_SEQUENCE
-
-
-def _is_array(value: Any) -> bool:
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _is_tensor(value: Any) -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)

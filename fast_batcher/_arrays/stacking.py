@@ -4,11 +4,11 @@ The copy is omitted only in the memory of the batch that is being computed, whic
 with `lend`. In other memory two arrays are adjacent by chance, and their owners are unknown.
 """
 
-import sys
 from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
+from fast_batcher._arrays.kinds import find_numpy, find_torch, is_tensor
 from fast_batcher.errors import CollationError
 
 
@@ -60,10 +60,9 @@ def stack(inputs: Sequence[Any]) -> Any:
     whole = find_whole(inputs)
     if whole is not None:
         return whole
-    torch: Any = sys.modules.get("torch")
-    if inputs and torch is not None and isinstance(inputs[0], torch.Tensor):
-        return torch.stack(list(inputs))
-    numpy: Any = sys.modules.get("numpy")
+    if inputs and is_tensor(inputs[0]):
+        return find_torch().stack(list(inputs))
+    numpy = find_numpy()
     if numpy is None:
         raise CollationError("stack() takes NumPy arrays or tensors")
     return numpy.stack(inputs)
@@ -117,13 +116,13 @@ def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
 
 def _locate(value: Any) -> tuple[tuple[Any, Any, Any, int], int] | None:
     """Return the form and the address of a contiguous array or tensor, None for another value."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy = find_numpy()
     if numpy is not None and type(value) is numpy.ndarray:
         if not value.flags.c_contiguous or value.dtype.hasobject:
             return None
         form = numpy, value.dtype, value.shape, value.nbytes
         return form, value.__array_interface__["data"][0]
-    torch: Any = sys.modules.get("torch")
+    torch = find_torch()
     if torch is not None and type(value) is torch.Tensor and _is_dense(torch, value):
         return (torch, value.dtype, value.shape, value.nbytes), value.data_ptr()
     return None

@@ -13,6 +13,8 @@ import pickle
 import sys
 from typing import Any
 
+from fast_batcher._arrays.kinds import find_numpy
+
 # Dtypes whose tensors can be made from any bytes. The list has only dtypes known to be safe: with
 # others, for example quantized ones, PyTorch reads memory that it does not own, and crashes. Names
 # that the installed PyTorch lacks are skipped.
@@ -105,7 +107,7 @@ def is_volatile(piece: memoryview) -> bool:
 
 def view_tensor(tensor: Any) -> Any:
     """Return a NumPy array of the bytes of a tensor without gaps; None without NumPy."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy = find_numpy()
     try:
         # As bytes, because NumPy lacks some dtypes. Not with `tensor.numpy()`, after which the
         # caller could never resize the tensor again.

@@ -34,6 +34,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from fast_batcher._arrays.kinds import find_numpy, find_torch
 from fast_batcher._file_state import read_state
 from fast_batcher._version import __version__
 
@@ -118,7 +119,7 @@ def _is_builtin_function(value: Any) -> bool:
 
 def _read_buffer(value: Any) -> tuple[bytes, bytes] | None:
     """Return dtype, shape and device of an array or tensor, and its bytes; None if it has none."""
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy, torch = find_numpy(), find_torch()
     # A subclass may have more than its bytes, as a masked array has.
     if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
         array = numpy.lib.format.dtype_to_descr(value.dtype), value.shape

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fast_batcher._arrays.kinds import find_numpy, find_torch
 from fast_batcher._arrays.tensors import is_plain_tensor, is_volatile, rebuild_tensor, view_tensor
 from fast_batcher._process import at_fork
 from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, Ranges, copy_buffer, round_up
@@ -73,11 +74,10 @@ LayoutProbe = Callable[[Any, int, int], tuple[Key, int] | None]
 def find_probes() -> dict[type, LayoutProbe]:
     """Return a probe for each type of array or tensor whose library is loaded."""
     probes: dict[type, LayoutProbe] = {}
-    numpy: Any = sys.modules.get("numpy")
-    if hasattr(numpy, "ndarray"):  # else it is being imported
+    numpy, torch = find_numpy(), find_torch()
+    if numpy is not None:
         probes[numpy.ndarray] = _find_array_layout
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "Tensor"):
+    if torch is not None:
         probes[torch.Tensor] = functools.partial(_find_tensor_layout, torch)
     return probes
 

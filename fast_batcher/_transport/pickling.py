@@ -14,11 +14,11 @@ import copyreg
 import functools
 import io
 import pickle
-import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fast_batcher._arrays.kinds import find_numpy, find_torch
 from fast_batcher._arrays.tensors import reduce_tensor
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.channels import READ_SIZE
@@ -311,15 +311,14 @@ class OutOfBandPickler:
 
     def _find_reducers(self) -> "_Reducers | None":
         """Return the reducers for arrays and tensors, None while neither library is loaded."""
-        torch: Any = sys.modules.get("torch")
-        if hasattr(torch, "Tensor") and torch.Tensor not in self._reducers:
+        numpy, torch = find_numpy(), find_torch()
+        if torch is not None and torch.Tensor not in self._reducers:
             # The model's gradients stay in the worker.
             keeps_grad = self._makes_writable
             self._reducers[torch.Tensor] = functools.partial(
                 reduce_tensor, torch, self._least, keeps_grad
             )
-        numpy: Any = sys.modules.get("numpy")
-        if self._makes_writable and hasattr(numpy, "ndarray"):  # else it is being imported
+        if self._makes_writable and numpy is not None:
             self._reducers[numpy.ndarray] = _reduce_array
         return self._reducers or None
 

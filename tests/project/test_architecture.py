@@ -234,6 +234,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors", "_devices", "observing", "types"},
     "configuration": {"errors", "settings"},
     "_devices": {"errors"},
+    "encoding": {"_arrays.kinds"},
     "ray": {"errors", "settings"},
     "model": {"_arrays.collation", "errors", "settings", "types"},
     "stepped": {"_arrays.joining", "errors", "model", "types"},

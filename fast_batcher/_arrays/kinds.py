@@ -1,0 +1,32 @@
+"""Arrays and tensors, recognised without an import of their libraries. Any process and thread.
+
+NumPy and PyTorch are optional, and PyTorch takes seconds to import. A value can only be an array or
+a tensor if its library is loaded.
+"""
+
+import sys
+from typing import Any
+
+
+def find_numpy() -> Any:
+    """Return NumPy, None while it is not loaded."""
+    numpy = sys.modules.get("numpy")
+    return numpy if hasattr(numpy, "ndarray") else None  # another thread may be importing it
+
+
+def find_torch() -> Any:
+    """Return PyTorch, None while it is not loaded."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") else None  # another thread may be importing it
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array, of whatever subclass."""
+    numpy = find_numpy()
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, of whatever subclass."""
+    torch = find_torch()
+    return torch is not None and isinstance(value, torch.Tensor)
