@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT
 from benchmarks.simulation.batchers import Ours
-from benchmarks.simulation.engine import simulate
-from benchmarks.simulation.loads import ClosedLoop, Load, OpenLoop
+from benchmarks.simulation.loads import ClosedLoop
 from benchmarks.simulation.models import Model
+from fast_batcher._cli.simulation import Load, OpenLoop, simulate
 
 # A rest of a batch that is not drawn, seconds.
 SHORT = 2e-3
@@ -75,7 +75,7 @@ class Panel:
 def watch(title: str, policy: str, load: Load, begin: float, batches: int) -> Panel:
     """Simulate a load, and keep the batches that begin from then on."""
     worker = Watched()
-    record = simulate(Ours(policy, MODEL.max_batch_size), load, worker, begin + 1.0)
+    record = simulate(Ours(policy, MODEL.max_batch_size), load, worker.seconds, begin + 1.0)
     first = sum(batch[0] < begin for batch in worker.batches)
     kept = worker.batches[first : first + batches]
     numbers = sorted({number for _, _, requests in kept for number in requests})

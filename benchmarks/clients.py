@@ -19,7 +19,8 @@ import struct
 import sys
 import time
 
-from benchmarks.simulation.loads import ClosedLoop, Load, OpenLoop, poisson, short_pause
+from benchmarks.simulation.loads import ClosedLoop, short_pause
+from fast_batcher._cli.simulation import Load, OpenLoop, poisson
 
 # A moment and a client's number.
 RECORD = struct.Struct("<dI")

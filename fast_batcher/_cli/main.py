@@ -21,7 +21,6 @@ from rich.table import Table
 
 from fast_batcher._cli.advice import (
     Wish,
-    draw,
     make_file,
     parse_seconds,
     print_advice,
@@ -30,7 +29,7 @@ from fast_batcher._cli.advice import (
 )
 from fast_batcher._cli.bench import bench
 from fast_batcher._cli.checks import Check
-from fast_batcher._cli.files import check_folder, check_picture
+from fast_batcher._cli.files import check_folder
 from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.model import (
     TargetError,
@@ -76,7 +75,7 @@ def doctor(
     if target is not None:
         with _quiet() as warnings:
             checks += asyncio.run(_check_target(target, inputs))
-        checks += [Check("log", "warning", text) for text in warnings.found]
+        checks += [Check("log", "warning", text) for text in dict.fromkeys(warnings.found)]
     if as_json:
         sys.stdout.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
     else:
@@ -170,12 +169,6 @@ def tune(
         Path | None,
         typer.Option(callback=check_folder, help="Write the settings to this TOML file."),
     ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            callback=check_picture, help="Draw capacity and p95 by batch size; needs matplotlib."
-        ),
-    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the prediction with a real run.")
     ] = False,
@@ -204,9 +197,7 @@ def tune(
         console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)
         raise typer.Exit(1) from None
     if write is not None:
-        write.write_text(make_file(found.advice, found.name))
-    if picture is not None:
-        draw(found.advice, picture)
+        write.write_text(make_file(found), encoding="utf-8")
     if as_json:
         sys.stdout.write(json.dumps(_with_null(asdict(found)), indent=2) + "\n")
     else:
