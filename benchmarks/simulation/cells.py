@@ -38,9 +38,8 @@ from benchmarks.simulation.models import (
 )
 from benchmarks.simulation.optimum import most_in_time, optimum
 from fast_batcher._cli.simulation import (
-    Load,
-    OpenLoop,
-    Record,
+    Arrivals,
+    History,
     Seconds,
     poisson,
     simulate,
@@ -149,7 +148,7 @@ def open_loop(cell: Cell, seed: int, scale: float) -> Outcome:
     moments = poisson(rate, seconds, seed)
     batchers = {name: make(name, model) for name in (OURS, GREEDY, *FIXED)}
     batchers[OPTIMUM] = Planned(optimum(model, cell.x).sizes)
-    return _run_all(batchers, lambda: OpenLoop(moments), lambda: Worker(model).seconds, seconds)
+    return _run_all(batchers, lambda: Arrivals(moments), lambda: Worker(model).seconds, seconds)
 
 
 def closed_loop(cell: Cell, seed: int, scale: float) -> Outcome:
@@ -171,7 +170,7 @@ def overload(cell: Cell, seed: int, scale: float) -> Outcome:
     moments = poisson(cell.x * model.capacity, seconds, seed)
     return _run_all(
         {name: make(name, model, model.target) for name in (OURS, NO_TARGET)},
-        lambda: OpenLoop(moments),
+        lambda: Arrivals(moments),
         lambda: Worker(model).seconds,
         seconds,
         target=model.target,
@@ -188,7 +187,7 @@ def bursts(cell: Cell, seed: int, scale: float) -> Outcome:
     stalls = poisson(1.0 / STALL_EVERY, seconds, seed + 1_000_000)
     found = _run_all(
         {name: make(name, model, model.target) for name in (OURS, NO_TARGET)},
-        lambda: OpenLoop(moments),
+        lambda: Arrivals(moments),
         lambda: (
             Worker(model, slow_first=SLOW_FIRST, stalls=stalls, stall_factor=STALL_FACTOR).seconds
         ),
@@ -210,7 +209,7 @@ def costs(cell: Cell, seed: int, scale: float) -> Outcome:
     batchers[WITH_COSTS] = Ours("adaptive", model.max_batch_size, costs=lengths)
     return _run_all(
         batchers,
-        lambda: OpenLoop(moments),
+        lambda: Arrivals(moments),
         lambda: Worker(model, costs=lengths).seconds,
         seconds,
     )
@@ -254,9 +253,9 @@ def methods(cell: Cell, seed: int, scale: float) -> Outcome:
     moments = poisson(rate, seconds, seed)
     names = draw_methods(len(moments), RARE_SHARE, seed)
 
-    def run(methods: Sequence[str]) -> Record:
+    def run(methods: Sequence[str]) -> History:
         batcher = Ours(OURS, model.max_batch_size, methods=methods)
-        return simulate(batcher, OpenLoop(moments), Worker(model).seconds)
+        return simulate(batcher, Arrivals(moments), Worker(model).seconds)
 
     both = run(names)
     records = {ALONE: run([RARE] * len(moments))}
@@ -268,7 +267,7 @@ def methods(cell: Cell, seed: int, scale: float) -> Outcome:
 
 def _run_all(
     batchers: dict[str, Scheduler],
-    load: Callable[[], Load],
+    load: Callable[[], Arrivals],
     worker: Callable[[], Seconds],
     seconds: float,
     *,

@@ -5,12 +5,12 @@ from math import inf
 
 import numpy as np
 
-from fast_batcher._cli.simulation import Record
+from fast_batcher._cli.simulation import History
 
 
-def select(record: Record, requests: Iterable[int]) -> Record:
+def select(record: History, requests: Iterable[int]) -> History:
     """Return the record of some requests, with the batches of all."""
-    selected = Record()
+    selected = History()
     selected.batch_sizes = record.batch_sizes
     for request in requests:
         selected.arrivals.append(record.arrivals[request])
@@ -19,7 +19,7 @@ def select(record: Record, requests: Iterable[int]) -> Record:
     return selected
 
 
-def figures_of(record: Record, start: float, end: float, target: float = inf) -> dict[str, float]:
+def figures_of(record: History, start: float, end: float, target: float = inf) -> dict[str, float]:
     """Compute figures of the requests that arrived from `start` until `end`.
 
     Args:

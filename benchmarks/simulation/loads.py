@@ -11,6 +11,8 @@ from heapq import heapify, heappop, heappush
 from math import inf, log
 from random import Random
 
+from fast_batcher._cli.simulation import Arrivals
+
 # The bursty load: shares of the capacity that arrive in and between bursts, and their mean lengths,
 # seconds; 0.6 of the capacity in the mean. No system can serve a peak of 1.9 in time, so what
 # matters is which requests are answered.
@@ -29,7 +31,7 @@ def short_pause(random: Random) -> float:
     return random.uniform(0.1e-3, 1.1e-3)
 
 
-class ClosedLoop:
+class ClosedLoop(Arrivals):
     """Clients that ask again a pause after their answer.
 
     Args:
@@ -39,6 +41,7 @@ class ClosedLoop:
     """
 
     def __init__(self, clients: int, draw: Callable[[Random], float], seed: int) -> None:
+        super().__init__(())
         self._draw = draw
         self._randoms = [Random(f"{seed} {client}") for client in range(clients)]
         self._heap = [(draw(random), client) for client, random in enumerate(self._randoms)]

@@ -10,7 +10,7 @@ from itertools import starmap
 from math import ceil, inf, isfinite
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -29,7 +29,7 @@ from fast_batcher._cli.model import (
     measure,
     select_inputs,
 )
-from fast_batcher._cli.simulation import OpenLoop, Seconds, make_scheduler, poisson, simulate
+from fast_batcher._cli.simulation import Arrivals, Seconds, open_scheduler, poisson, simulate
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherError
 
@@ -80,7 +80,6 @@ class Candidate:
     num_workers: int
     # Of the load, or of `COMFORTABLE` of one worker's capacity.
     outcome: Outcome
-    mean_batch_size: float
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,8 @@ def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) ->
         wanted = rate or COMFORTABLE * capacity
         workers = min(wish.most_workers, max(1, ceil(wanted / (COMFORTABLE * capacity))))
         arrivals = wish.moments or poisson(wanted, REQUESTS / wanted, SEED)
-        found = predict(measurement, arrivals, size, workers, wish.target)
-        candidates.append(Candidate(size, capacity, workers, *found))
+        outcome = predict(measurement, arrivals, size, workers, wish.target)
+        candidates.append(Candidate(size, capacity, workers, outcome))
     best = max(one.outcome.in_time for one in candidates)
     enough = best if wish.target is None else min(best, SHARE_IN_TIME)
     fitting = [one for one in candidates if one.outcome.in_time >= enough]
@@ -162,16 +161,13 @@ def predict(
     max_batch_size: int,
     num_workers: int,
     target: float | None,
-) -> tuple[Outcome, float]:
-    """Simulate arrivals at these moments; return their outcome and the mean batch size."""
-    scheduler = make_scheduler(max_batch_size, num_workers)
-    record = simulate(scheduler, OpenLoop(moments), draw_seconds(measurement))
+) -> Outcome:
+    """Simulate arrivals at these moments."""
+    scheduler = open_scheduler(max_batch_size, num_workers)
+    history = simulate(scheduler, Arrivals(moments), draw_seconds(measurement))
+    pairs = zip(history.arrivals, history.answers, strict=True)
     # The simulation does not have the way to the worker and back.
-    latencies = [
-        answer - arrival + measurement.overhead
-        for arrival, answer in zip(record.arrivals, record.answers, strict=True)
-    ]
-    return Outcome.of(latencies, target), fmean(record.batch_sizes)
+    return Outcome.of([done - begin + measurement.overhead for begin, done in pairs], target)
 
 
 def draw_seconds(measurement: Measurement) -> Seconds:
@@ -252,14 +248,25 @@ async def tune_model(
             f"{target}: tune does not measure a SteppedModel; compare values of max_batch_size "
             "in the running app, with fast-batcher bench"
         )
+    values = select_inputs(found, inputs)
     note("loading the model in a worker")
     async with copy_batcher(found, max_batch_size=most, **MEASURED) as batcher:
-        measurement = await measure(batcher, select_inputs(found, inputs), note)
+        measurement = await measure(batcher, values, note)
     advice = advise(measurement, wish, note)
-    real = None
-    if is_checked:
-        real = await _check_advice(found, inputs, wish, measurement, advice, note)
-    return Found(found.name, advice, real, find_overridden(found, advice))
+    overridden = find_overridden(found, advice)
+    if not is_checked:
+        return Found(found.name, advice, None, overridden)
+    seconds = min(CHECKED_SECONDS, REQUESTS / advice.rate)
+    moments = wish.moments or poisson(advice.rate, seconds, SEED) or [0.0]
+    moments = moments[: bisect_right(moments, seconds)]
+    note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
+    size, workers = advice.chosen.max_batch_size, advice.chosen.num_workers
+    async with copy_batcher(found, workers, max_batch_size=size) as batcher:
+        latencies, errors = await run_for_real(batcher.process_batched, values, moments)
+    predicted = predict(measurement, moments, size, workers, wish.target)
+    outcome = Outcome.of(latencies, wish.target)
+    real = RealRun(len(moments), outcome, predicted, "".join(map(repr, errors[:1])))
+    return Found(found.name, advice, real, overridden)
 
 
 def find_overridden(batcher: DynBatcher[Any, Any], advice: Advice) -> dict[str, str]:
@@ -290,7 +297,7 @@ async def _check_advice(
         latencies, errors = await run_for_real(
             batcher.process_batched, select_inputs(found, inputs), moments
         )
-    predicted, _ = predict(measurement, moments, size, workers, wish.target)
+    predicted = predict(measurement, moments, size, workers, wish.target)
     outcome = Outcome.of(latencies, wish.target)
     error = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""
     return RealRun(len(moments), outcome, predicted, error)
@@ -340,44 +347,36 @@ def print_advice(console: Console, found: Found) -> None:
     """Print a table of the candidates, and the recommendation."""
     advice = found.advice
     table = Table(box=SIMPLE, pad_edge=False, title=f"{escape(found.name)}, by simulation")
-    headings = ("max_batch_size", "workers", "capacity/s", "p50 ms", "p95 ms", "lost", "mean batch")
-    for heading in headings:
+    for heading in ("max_batch_size", "workers", "capacity/s", "p50 ms", "p95 ms", "lost"):
         table.add_column(heading, justify="right")
     for one in advice.candidates:
         table.add_row(
-            f"{one.max_batch_size}",
-            f"{one.num_workers}",
+            *(str(one.max_batch_size), str(one.num_workers)),
             f"{one.capacity * one.num_workers:.4g}",
             *(f"{1e3 * seconds:.3g}" for seconds in (one.outcome.p50, one.outcome.p95)),
             f"{one.outcome.lost:.1%}",
-            f"{one.mean_batch_size:.1f}",
             style="bold green" if one is advice.chosen else None,
         )
     console.print(table)
     chosen = advice.chosen
     settings = ", ".join(f"{option}={value}" for option, value in advice.settings.items())
     gain = chosen.capacity / advice.candidates[0].capacity
-    console.print(f"Recommended: [bold]{settings}[/]", highlight=False)
-    console.print(
+    lines = [
+        f"Recommended: [bold]{settings}[/]",
         f"It answers {gain:.2g} times as many requests per second as single requests do; at "
-        f"{advice.rate:.4g} per second {_describe(chosen.outcome)}.",
-        highlight=False,
-    )
+        f"{advice.rate:.4g} per second {_describe_outcome(chosen.outcome)}.",
+    ]
     if found.real is not None:
-        console.print(
-            f"A real run of {found.real.requests} requests: {_describe(found.real.outcome)}; "
-            f"predicted: {_describe(found.real.predicted)}.",
-            highlight=False,
-        )
-    for warning in _list_warnings(found):
-        console.print(f"[yellow]warning[/] {escape(warning)}", highlight=False)
+        real, predicted = map(_describe_outcome, (found.real.outcome, found.real.predicted))
+        lines.append(f"A real run, {found.real.requests} requests: {real}; predicted: {predicted}.")
+    lines += [f"[yellow]warning[/] {escape(warning)}" for warning in _list_warnings(found)]
+    console.print("\n".join(lines), highlight=False)
 
 
-def _describe(outcome: Outcome) -> str:
-    lost = f", {outcome.lost:.1%} without an answer" if outcome.lost else ""
-    if outcome.p95 == inf:
-        return f"{1 - outcome.lost:.1%} of the requests are answered{lost}"
-    return f"95 % within {1e3 * outcome.p95:.3g} ms{lost}"
+def _describe_outcome(outcome: Outcome) -> str:
+    parts = [] if outcome.p95 == inf else [f"95 % within {1e3 * outcome.p95:.3g} ms"]
+    parts += [f"{outcome.lost:.1%} without an answer"] if outcome.lost else []
+    return ", ".join(parts)
 
 
 def _list_warnings(found: Found) -> Iterator[str]:

@@ -135,15 +135,10 @@ def copy_batcher(
     model = batcher._model_class  # noqa: SLF001  part of the library
     if find_cost(model) is not None:
         # With its costs a batch of n would not be what n requests make of it.
-        options |= {"cost": _cost_nothing, "cost_is_padded": False}
+        options |= {"cost": lambda _: 1, "cost_is_padded": False}
     args, kwargs = batcher._model.spec.read_arguments()  # noqa: SLF001
     batcher._cores.release()  # noqa: SLF001
     return DynBatcher(model, model_args=args, model_kwargs=kwargs, **options)
-
-
-def _cost_nothing(value: object) -> int:
-    """Return the same cost for all inputs."""
-    return 1
 
 
 def is_streaming(batcher: DynBatcher[Any, Any]) -> bool:

@@ -10,56 +10,48 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from math import inf
 from random import Random
-from typing import Protocol
 
 from fast_batcher._core.policy import make_policy
+from fast_batcher._core.prediction import Method
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
     Batch,
     Dispatch,
     Expire,
     Fail,
-    Limits,
     Request,
     Skip,
     settle_open,
 )
+from fast_batcher._session.session import make_scheduler
 from fast_batcher.settings import Settings
 
 # Returns the seconds of a batch that begins at this moment, by the numbers of its requests.
 Seconds = Callable[[float, Sequence[int]], float]
 
 
-class Load(Protocol):
-    """The arrivals, one by one. A client is a number; in an open loop it is always 0."""
+class Arrivals:
+    """Requests at given moments, whatever the answers: an open loop.
 
-    # The next arrival's moment, infinite if none is known.
-    next_at: float
-
-    def pop(self) -> int:
-        """Take the next arrival and return its client."""
-
-    def settled(self, now: float, client: int) -> None:
-        """Tell that this client has its answer or rejection."""
-
-
-class OpenLoop:
-    """Requests that do not depend on answers, at moments that rise, in seconds."""
+    Args:
+        moments: Rising, seconds.
+    """
 
     def __init__(self, moments: Iterable[float]) -> None:
         self._moments = iter(moments)
+        # The next arrival's moment, infinite if none is known.
         self.next_at = next(self._moments, inf)
 
     def pop(self) -> int:
-        """Take the next arrival; the client is 0."""
+        """Take the next arrival and return the number of its client, in an open loop 0."""
         self.next_at = next(self._moments, inf)
         return 0
 
     def settled(self, now: float, client: int) -> None:
-        """Change nothing."""
+        """Learn that this client has its answer or rejection."""
 
 
-class Record:
+class History:
     """Outcomes of the requests, by their numbers, which rise with their arrival."""
 
     def __init__(self) -> None:
@@ -87,13 +79,12 @@ def poisson(rate: float, seconds: float, seed: int) -> list[float]:
     return moments
 
 
-def make_scheduler(max_batch_size: int, num_workers: int) -> Scheduler:
-    """Make the scheduler of a batcher with these options, the others being defaults."""
+def open_scheduler(max_batch_size: int, num_workers: int) -> Scheduler:
+    """Make the scheduler of a batcher whose other options are defaults; its workers are ready."""
     settings = Settings(max_batch_size=max_batch_size, num_workers=num_workers)
-    scheduler = Scheduler(
-        make_policy(settings.policy, settings.max_delay),
-        Limits(max_batch_size, settings.queue_limit, timeout=settings.timeout),
-    )
+    policy = make_policy(settings.policy, settings.max_delay)
+    methods = [Method("infer", None, max_batch_size)]
+    scheduler = make_scheduler(settings, methods, policy, is_stepped=False)
     for worker in range(num_workers):
         scheduler.worker_ready(0.0, worker)
     return scheduler
@@ -102,8 +93,8 @@ def make_scheduler(max_batch_size: int, num_workers: int) -> Scheduler:
 class _Simulation:
     """Passes arrivals, batches and answers on, and records the outcome of each request."""
 
-    def __init__(self, scheduler: Scheduler, load: Load, seconds: Seconds) -> None:
-        self.record = Record()
+    def __init__(self, scheduler: Scheduler, load: Arrivals, seconds: Seconds) -> None:
+        self.history = History()
         self._scheduler = scheduler
         self._load = load
         self._seconds = seconds
@@ -132,24 +123,24 @@ class _Simulation:
             if isinstance(action, Dispatch):
                 self._send(now, action.batch)
             elif isinstance(action, Expire):
-                self._end(now, [action.request], self.record.losses)
+                self._end(now, [action.request], self.history.losses)
             elif isinstance(action, Skip):
                 self._skipped.add(action.batch.id)
             elif isinstance(action, Fail):
                 raise action.error
 
     def _submit_arrivals(self, now: float) -> None:
-        record, arrived = self.record, []
+        history, arrived = self.history, []
         while self._load.next_at <= now:
-            arrived.append(Request(len(record.arrivals), self._load.pop()))
-            record.arrivals.append(now)
-            record.answers.append(inf)
-            record.losses.append(inf)
+            arrived.append(Request(len(history.arrivals), self._load.pop()))
+            history.arrivals.append(now)
+            history.answers.append(inf)
+            history.losses.append(inf)
         rejected = self._scheduler.submit(now, arrived)
-        self._end(now, [request for request, _ in rejected], record.losses)
+        self._end(now, [request for request, _ in rejected], history.losses)
 
     def _send(self, now: float, batch: Batch) -> None:
-        self.record.batch_sizes.append(len(batch.requests))
+        self.history.batch_sizes.append(len(batch.requests))
         self._batches[batch.worker].append(batch)
         if len(self._batches[batch.worker]) == 1:
             self._begin_batch(now, batch)
@@ -167,7 +158,7 @@ class _Simulation:
         if self._batches[worker]:
             self._begin_batch(now, self._batches[worker][0])
         self._scheduler.batch_done(now, worker, batch.id)
-        self._end(now, settle_open(batch.requests), self.record.answers)
+        self._end(now, settle_open(batch.requests), self.history.answers)
 
     def _end(self, now: float, requests: Iterable[Request], outcomes: list[float]) -> None:
         for request in requests:
@@ -175,9 +166,9 @@ class _Simulation:
             self._load.settled(now, request.caller)
 
 
-def simulate(scheduler: Scheduler, load: Load, seconds: Seconds, until: float = inf) -> Record:
+def simulate(scheduler: Scheduler, load: Arrivals, seconds: Seconds, until: float = inf) -> History:
     """Let virtual time pass until then, or until nothing can happen any more."""
     simulation = _Simulation(scheduler, load, seconds)
     while (now := simulation.next_at) < inf and now <= until:
         simulation.advance(now)
-    return simulation.record
+    return simulation.history

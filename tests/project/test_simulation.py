@@ -13,7 +13,7 @@ from benchmarks.simulation.figures import figures_of
 from benchmarks.simulation.loads import RARE, ClosedLoop, log_normal_costs, short_pause
 from benchmarks.simulation.models import MODELS, Model, Worker
 from benchmarks.simulation.optimum import optimum
-from fast_batcher._cli.simulation import OpenLoop, poisson, simulate
+from fast_batcher._cli.simulation import Arrivals, poisson, simulate
 from fast_batcher._core.scheduler import Scheduler
 
 # Takes 10 ms for any batch; and one request at a time.
@@ -24,7 +24,7 @@ SEEDS = range(10)
 
 def latencies(batcher: Scheduler, moments: Sequence[float]) -> list[float]:
     """Of each request, in milliseconds to three digits."""
-    record = simulate(batcher, OpenLoop(moments), Worker(FLAT).seconds)
+    record = simulate(batcher, Arrivals(moments), Worker(FLAT).seconds)
     pairs = zip(record.arrivals, record.answers, strict=True)
     return [round(1e3 * (answer - arrival), 3) for arrival, answer in pairs]
 
@@ -32,7 +32,7 @@ def latencies(batcher: Scheduler, moments: Sequence[float]) -> list[float]:
 def mean_seconds(batcher: Scheduler, model: Model, load: float, seed: int) -> float:
     seconds = 10_000 / (load * model.capacity)
     moments = poisson(load * model.capacity, seconds, seed)
-    record = simulate(batcher, OpenLoop(moments), Worker(model).seconds)
+    record = simulate(batcher, Arrivals(moments), Worker(model).seconds)
     return figures_of(record, 0.1 * seconds, seconds)["mean_ms"] / 1e3
 
 
