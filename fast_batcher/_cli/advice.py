@@ -14,6 +14,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
@@ -103,13 +104,12 @@ class Advice:
     @property
     def settings(self) -> dict[str, Any]:
         """The recommended options of `DynBatcher`."""
-        found: dict[str, Any] = {
+        has_target = self.max_latency is not None and self.meets_target
+        return {
             "max_batch_size": self.chosen.max_batch_size,
             "num_workers": self.chosen.num_workers,
+            **({"max_latency": self.max_latency} if has_target else {}),
         }
-        if self.max_latency is not None and self.meets_target:
-            found["max_latency"] = self.max_latency
-        return found
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,10 @@ class Wish:
     target: float | None = None
     # Workers that the machine has room for.
     most_workers: int = 1
+    # Largest `max_batch_size` to try.
+    most: int = 128
+    # Whether a real run is compared with the prediction.
+    is_checked: bool = False
 
 
 def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) -> Advice:
@@ -173,13 +177,12 @@ def predict(
 def draw_seconds(measurement: Measurement) -> Seconds:
     """Draw times of batches: a random quantile of the measured size, or between two sizes."""
     random = Random(SEED)
-    sizes = [*measurement.seconds]
-    ordered = {size: sorted(seconds) for size, seconds in measurement.seconds.items()}
+    seconds, sizes = measurement.seconds, [*measurement.seconds]
 
     def draw(_: float, requests: Sequence[int]) -> float:
         at, quantile = bisect_left(sizes, len(requests)), random.random()
         left, right = sizes[max(0, at - 1)], sizes[at]
-        low, high = (ordered[one][int(quantile * len(ordered[one]))] for one in (left, right))
+        low, high = (one[int(quantile * len(one))] for one in (seconds[left], seconds[right]))
         share = (len(requests) - left) / (right - left) if right > left else 0.0
         return low + share * (high - low)
 
@@ -229,12 +232,7 @@ class Found:
 
 
 async def tune_model(
-    target: str,
-    inputs: list[Any],
-    most: int,
-    wish: Wish,
-    is_checked: bool,
-    note: Callable[[str], None],
+    target: str, inputs: list[Any], wish: Wish, note: Callable[[str], None]
 ) -> Found:
     """Measure a model, and recommend its settings.
 
@@ -244,17 +242,14 @@ async def tune_model(
     """
     found = load_target(target)
     if is_streaming(found):
-        raise TargetError(
-            f"{target}: tune does not measure a SteppedModel; compare values of max_batch_size "
-            "in the running app, with fast-batcher bench"
-        )
+        raise TargetError(f"{target}: a SteppedModel is not timed; use fast-batcher bench")
     values = select_inputs(found, inputs)
     note("loading the model in a worker")
-    async with copy_batcher(found, max_batch_size=most, **MEASURED) as batcher:
+    async with copy_batcher(found, max_batch_size=wish.most, **MEASURED) as batcher:
         measurement = await measure(batcher, values, note)
     advice = advise(measurement, wish, note)
     overridden = find_overridden(found, advice)
-    if not is_checked:
+    if not wish.is_checked:
         return Found(found.name, advice, None, overridden)
     seconds = min(CHECKED_SECONDS, REQUESTS / advice.rate)
     moments = wish.moments or poisson(advice.rate, seconds, SEED) or [0.0]
@@ -263,8 +258,8 @@ async def tune_model(
     size, workers = advice.chosen.max_batch_size, advice.chosen.num_workers
     async with copy_batcher(found, workers, max_batch_size=size) as batcher:
         latencies, errors = await run_for_real(batcher.process_batched, values, moments)
-    predicted = predict(measurement, moments, size, workers, wish.target)
     outcome = Outcome.of(latencies, wish.target)
+    predicted = predict(measurement, moments, size, workers, wish.target)
     real = RealRun(len(moments), outcome, predicted, "".join(map(repr, errors[:1])))
     return Found(found.name, advice, real, overridden)
 
@@ -279,39 +274,15 @@ def find_overridden(batcher: DynBatcher[Any, Any], advice: Advice) -> dict[str, 
     return found
 
 
-async def _check_advice(
-    found: DynBatcher[Any, Any],
-    inputs: list[Any],
-    wish: Wish,
-    measurement: Measurement,
-    advice: Advice,
-    note: Callable[[str], None],
-) -> RealRun:
-    """Send such arrivals to real workers, for as long as the simulation and a limited time."""
-    seconds = min(CHECKED_SECONDS, REQUESTS / advice.rate)
-    moments = wish.moments or poisson(advice.rate, seconds, SEED) or [0.0]
-    moments = moments[: bisect_right(moments, seconds)]
-    note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
-    size, workers = advice.chosen.max_batch_size, advice.chosen.num_workers
-    async with copy_batcher(found, workers, max_batch_size=size) as batcher:
-        latencies, errors = await run_for_real(
-            batcher.process_batched, select_inputs(found, inputs), moments
-        )
-    predicted = predict(measurement, moments, size, workers, wish.target)
-    outcome = Outcome.of(latencies, wish.target)
-    error = f"{type(errors[0]).__name__}: {errors[0]}" if errors else ""
-    return RealRun(len(moments), outcome, predicted, error)
-
-
 def parse_seconds(text: str) -> float:
     """Return the seconds of a text like "50ms" or "0.2s".
 
     Raises:
-        TargetError: It is something else.
+        BadParameter: It is something else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)", text.strip())
     if match is None or not float(match[1]):
-        raise TargetError(f"--target {text!r}: write a time, like 50ms or 0.2s")
+        raise typer.BadParameter(f"--target {text!r}: write a time, like 50ms or 0.2s")
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
@@ -325,10 +296,8 @@ def read_moments(path: Path) -> list[float]:
         moments = sorted(float(line) for line in path.read_text(encoding="utf-8").split())
     except (OSError, ValueError) as error:
         raise TargetError(f"{path}: {error}; write one moment in seconds in each line") from None
-    if not all(map(isfinite, moments)):
-        raise TargetError(f"{path}: write finite moments")
-    if len(moments) < 2 or moments[0] == moments[-1]:
-        raise TargetError(f"{path}: give the moments of several arrivals")
+    if not all(map(isfinite, moments)) or len({*moments}) < 2:
+        raise TargetError(f"{path}: give the finite moments of several arrivals")
     return [moment - moments[0] for moment in moments]
 
 
@@ -358,13 +327,12 @@ def print_advice(console: Console, found: Found) -> None:
             style="bold green" if one is advice.chosen else None,
         )
     console.print(table)
-    chosen = advice.chosen
     settings = ", ".join(f"{option}={value}" for option, value in advice.settings.items())
-    gain = chosen.capacity / advice.candidates[0].capacity
+    gain = advice.chosen.capacity / advice.candidates[0].capacity
     lines = [
         f"Recommended: [bold]{settings}[/]",
         f"It answers {gain:.2g} times as many requests per second as single requests do; at "
-        f"{advice.rate:.4g} per second {_describe_outcome(chosen.outcome)}.",
+        f"{advice.rate:.4g} per second {_describe_outcome(advice.chosen.outcome)}.",
     ]
     if found.real is not None:
         real, predicted = map(_describe_outcome, (found.real.outcome, found.real.predicted))

@@ -179,20 +179,13 @@ def tune(
     The scheduler runs in virtual time with the measured times. Ends with 1 if the model fails.
     """
     console = Console(stderr=True)
+    seconds = None if within is None else parse_seconds(within)
     try:
-        seconds = None if within is None else parse_seconds(within)
-    except TargetError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        wish = Wish(
-            rate=rate,
-            moments=None if arrivals is None else read_moments(arrivals),
-            target=seconds,
-            most_workers=workers,
-        )
+        moments = None if arrivals is None else read_moments(arrivals)
+        wish = Wish(rate, moments, seconds, workers, most, check)
         values = read_inputs(inputs)
         with _quiet(), console.status("") as status:
-            found = asyncio.run(tune_model(target, values, most, wish, check, status.update))
+            found = asyncio.run(tune_model(target, values, wish, status.update))
     except (TargetError, BatcherError) as error:
         console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)
         raise typer.Exit(1) from None

@@ -263,7 +263,7 @@ async def examine_model(
 class Measurement:
     """The times of a model in a worker."""
 
-    # Seconds of single batches, by their size, which rises.
+    # Seconds of single batches, by their size; both rise.
     seconds: dict[int, list[float]]
     # Seconds of a lone request beside its batch: to the worker and back.
     overhead: float

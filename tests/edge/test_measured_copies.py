@@ -164,4 +164,4 @@ def test_streams_are_not_measured() -> None:
     assert checks["batches"]["text"].startswith("a SteppedModel is not timed")
     done = run("tune", "command_models:Streams", "--inputs", "command_models:INPUTS")
     assert done.returncode == 1
-    assert "tune does not measure a SteppedModel" in " ".join(done.stderr.split())
+    assert "a SteppedModel is not timed; use fast-batcher bench" in " ".join(done.stderr.split())
