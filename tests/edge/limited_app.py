@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 
 from fast_batcher import DynBatcher, InferenceModel
@@ -79,3 +80,9 @@ app = FastAPI(lifespan=served.lifespan)
 @app.get("/computed")
 async def computed() -> int:
     return await served.process_batched(1)
+
+
+if __name__ == "__main__":
+    # A program of this folder has the `sys.path` of a command that is run in it: with another one
+    # it would not share a host with the command.
+    uvicorn.run("limited_app:app", port=0)

@@ -1,6 +1,7 @@
 """`doctor` and `tune` measure a copy of a batcher: the same model, without the app's limits."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,9 +143,16 @@ def test_limits_change_no_result() -> None:
 
 
 @pytest.mark.slow
-def test_live_server_gets_no_request(hosts: Hosts, serve: Callable[..., Server]) -> None:
-    """The model of the server counts the inputs that it computes for all its processes."""
-    server = serve("limited_app:app", folder=HERE)
+def test_live_server_gets_no_request(
+    hosts: Hosts, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model of the server counts the inputs that it computes for all processes.
+
+    Server and commands have equal environments: an opened batcher would join the server's host.
+    """
+    monkeypatch.chdir(HERE)
+    command = [str(HERE / "limited_app.py")]
+    server = serve("", command=command, settings={"PYTHONPATH": os.environ["PYTHONPATH"]})
     url = server.wait_for(URL)[1]
     assert get(f"{url}/computed").json() == 1
     for command in ("doctor", "tune"):
