@@ -151,8 +151,8 @@ def test_live_server_gets_no_request(
     Server and commands have equal environments: an opened batcher would join the server's host.
     """
     monkeypatch.chdir(HERE)
-    command = [str(HERE / "limited_app.py")]
-    server = serve("", command=command, settings={"PYTHONPATH": os.environ["PYTHONPATH"]})
+    program = [str(HERE / "limited_app.py")]
+    server = serve("", command=program, settings={"PYTHONPATH": os.environ["PYTHONPATH"]})
     url = server.wait_for(URL)[1]
     assert get(f"{url}/computed").json() == 1
     for command in ("doctor", "tune"):
