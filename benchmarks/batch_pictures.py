@@ -11,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT
 from benchmarks.simulation.batchers import Ours
-from benchmarks.simulation.engine import simulate
-from benchmarks.simulation.loads import ClosedLoop, Load, OpenLoop
+from benchmarks.simulation.loads import ClosedLoop
 from benchmarks.simulation.models import Model
+from fast_batcher._cli.simulation import Arrivals, simulate
 
 # A rest of a batch that is not drawn, seconds.
 SHORT = 2e-3
@@ -72,10 +72,10 @@ class Panel:
         return HEAD + ROW * (len(self.arrivals) + 1.6) + 22
 
 
-def watch(title: str, policy: str, load: Load, begin: float, batches: int) -> Panel:
+def watch(title: str, policy: str, load: Arrivals, begin: float, batches: int) -> Panel:
     """Simulate a load, and keep the batches that begin from then on."""
     worker = Watched()
-    record = simulate(Ours(policy, MODEL.max_batch_size), load, worker, begin + 1.0)
+    record = simulate(Ours(policy, MODEL.max_batch_size), load, worker.seconds, begin + 1.0)
     first = sum(batch[0] < begin for batch in worker.batches)
     kept = worker.batches[first : first + batches]
     numbers = sorted({number for _, _, requests in kept for number in requests})
@@ -147,8 +147,8 @@ def draw(panels: Sequence[Panel]) -> str:
 def draw_all() -> dict[str, str]:
     """Return each drawing by the name of its file."""
 
-    def arrive(*moments: float) -> OpenLoop:
-        return OpenLoop([moment / 1e3 for moment in moments])
+    def arrive(*moments: float) -> Arrivals:
+        return Arrivals([moment / 1e3 for moment in moments])
 
     def return_soon() -> ClosedLoop:
         return ClosedLoop(4, lambda random: random.uniform(0.2e-3, 2.5e-3), seed=4)

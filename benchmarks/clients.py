@@ -19,16 +19,17 @@ import struct
 import sys
 import time
 
-from benchmarks.simulation.loads import ClosedLoop, Load, OpenLoop, poisson, short_pause
+from benchmarks.simulation.loads import ClosedLoop, short_pause
+from fast_batcher._cli.simulation import Arrivals, poisson
 
 # A moment and a client's number.
 RECORD = struct.Struct("<dI")
 
 
-def make_load(kind: str, number: str, seconds: float, seed: int) -> Load:
+def make_load(kind: str, number: str, seconds: float, seed: int) -> Arrivals:
     """Make the load that the command line names."""
     if kind == "open":
-        return OpenLoop(poisson(float(number), seconds, seed))
+        return Arrivals(poisson(float(number), seconds, seed))
     return ClosedLoop(int(number), short_pause, seed)
 
 

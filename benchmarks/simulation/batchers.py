@@ -1,4 +1,4 @@
-"""Our core, and the exact optimum, as batchers in virtual time. No process, no clock."""
+"""Our scheduler, packers, and the exact optimum, for virtual time. No process, no clock."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.simulation.engine import Decision
 from benchmarks.simulation.models import Encoder
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import BatchPacker, PaddedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ScalarModel, ServiceModel, Shape
-from fast_batcher._core.values import Dispatch, Expire, Limits, Request
+from fast_batcher._core.values import Action, Batch, Dispatch, Limits, Rejection, Release, Request
 
 # The defaults of `DynBatcher`.
 DEFAULT_TIMEOUT = 30.0
@@ -23,8 +22,8 @@ LEAST_QUEUE_SIZE, QUEUE_BATCHES = 1024, 8
 WORKER = 0
 
 
-class Ours:
-    """The scheduler, driven by its events as the shell drives it.
+class Ours(Scheduler):
+    """The scheduler of a batcher with one worker.
 
     Args:
         policy: "adaptive", "greedy" or "fixed".
@@ -52,9 +51,11 @@ class Ours:
         if costs is not None and packer is None:
             packer = PaddedPacker(max_batch_cost or float(max_batch_size))
         self._method_names = methods
-        names = sorted(set(methods or ()))
-        self._methods = {name: Method(name, None, max_batch_size) for name in names}
-        self._scheduler = Scheduler(
+        self._costs = costs
+        self._method_of = {
+            name: Method(name, None, max_batch_size) for name in sorted(set(methods or ()))
+        }
+        super().__init__(
             make_policy(policy, max_delay),
             Limits(
                 max_batch_size=max_batch_size,
@@ -63,46 +64,18 @@ class Ours:
                 max_latency=target,
             ),
             packer=packer,
-            methods=[*self._methods.values()],
+            methods=[*self._method_of.values()],
         )
-        self._scheduler.worker_ready(0.0, WORKER)
-        self._costs = costs
-        # Requests that were rejected since the last decision.
-        self._rejected: list[Request] = []
+        self.worker_ready(0.0, WORKER)
 
-    def arrive(self, now: float, requests: list[int]) -> None:
-        """Submit them."""
-        arrived = [Request(request, None) for request in requests]
-        if self._costs is not None:
-            for request in arrived:
+    def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
+        """Submit them with their costs and methods."""
+        for request in requests:
+            if self._costs is not None:
                 request.cost = self._costs[request.value % len(self._costs)]
-        if self._method_names is not None:
-            for request in arrived:
-                request.group = self._methods[self._method_names[request.value]].group
-        self._rejected += [request for request, _ in self._scheduler.submit(now, arrived)]
-
-    def done(self, now: float, batch: Any) -> Sequence[int]:
-        """Tell the scheduler; return the requests whose caller still waits."""
-        found = self._scheduler.batch_done(now, WORKER, batch.id)
-        assert found is not None, "the worker answers what it was sent"
-        answered = [request for request in found.requests if not request.is_settled]
-        for request in answered:
-            request.is_settled = True
-        return [request.value for request in answered]
-
-    def poll(self, now: float) -> Decision:
-        """Return the scheduler's actions, in their order."""
-        lost = [request.value for request in self._rejected]
-        self._rejected = []
-        actions, wake_at = self._scheduler.poll(now)
-        batches = []
-        for action in actions:
-            if isinstance(action, Dispatch):
-                requests = [request.value for request in action.batch.requests]
-                batches.append((action.batch, requests))
-            elif isinstance(action, Expire):
-                lost.append(action.request.value)
-        return Decision(batches, lost, inf if wake_at is None else wake_at)
+            if self._method_names is not None:
+                request.group = self._method_of[self._method_names[request.value]].group
+        return super().submit(now, requests)
 
 
 class Product(ScalarModel):
@@ -223,7 +196,7 @@ class Program(_Padded):
         chosen += [first, *(one for one in ordered[end - sizes[end] : end] if one is not first)]
 
 
-class Planned:
+class Planned(Ours):
     """Sends what a table says.
 
     Args:
@@ -232,26 +205,30 @@ class Planned:
     """
 
     def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+        super().__init__("greedy", len(sizes))
         self._sizes: list[int] = sizes.tolist()
-        self._queue: deque[int] = deque()
-        self._is_free = True
+        self._waiting: deque[Request] = deque()
+        # The batch of the worker, None while it is free; and the number of batches so far.
+        self._batch: Batch | None = None
+        self._count = 0
 
-    def arrive(self, now: float, requests: list[int]) -> None:
-        """Let them wait."""
-        self._queue.extend(requests)
+    def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
+        """Let them wait; none is rejected."""
+        self._waiting.extend(requests)
+        return []
 
-    def done(self, now: float, batch: Any) -> Sequence[int]:
-        """Free the worker; every request of the batch is answered."""
-        self._is_free = True
-        requests: Sequence[int] = batch
-        return requests
+    def batch_done(self, now: float, worker: int, batch_id: int, *_: bool) -> Batch | None:
+        """Free the worker."""
+        batch, self._batch = self._batch, None
+        return batch
 
-    def poll(self, now: float) -> Decision:
+    def poll(self, now: float, **_: Any) -> tuple[list[Action], None]:
         """Look up how many to send."""
-        queue = self._queue
-        size = self._sizes[min(len(queue), len(self._sizes) - 1)] if self._is_free else 0
+        queue = self._waiting
+        size = self._sizes[min(len(queue), len(self._sizes) - 1)] if self._batch is None else 0
         if size == 0:
-            return Decision([], [], inf)
-        self._is_free = False
-        batch = [queue.popleft() for _ in range(size)]
-        return Decision([(batch, batch)], [], inf)
+            return [], None
+        requests = [queue.popleft() for _ in range(size)]
+        self._count += 1
+        self._batch = Batch(self._count, WORKER, requests, Release.IDLE, inf, size, now)
+        return [Dispatch(self._batch)], None

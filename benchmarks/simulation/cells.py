@@ -5,7 +5,6 @@ A cell is one model under one load. All systems of a cell meet the same arrivals
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from random import Random
 
@@ -18,18 +17,15 @@ from benchmarks.simulation.batchers import (
     Program,
     TrueTimes,
 )
-from benchmarks.simulation.engine import Batcher, Record, Times, simulate
+from benchmarks.simulation.figures import figures_of, select
 from benchmarks.simulation.loads import (
     FREQUENT,
     RARE,
     ClosedLoop,
-    Load,
-    OpenLoop,
     bursty,
     draw_lengths,
     draw_methods,
     log_normal_costs,
-    poisson,
     short_pause,
 )
 from benchmarks.simulation.models import (
@@ -41,7 +37,15 @@ from benchmarks.simulation.models import (
     Worker,
 )
 from benchmarks.simulation.optimum import most_in_time, optimum
+from fast_batcher._cli.simulation import (
+    Arrivals,
+    History,
+    Seconds,
+    poisson,
+    simulate,
+)
 from fast_batcher._core.queue import BatchPacker, PaddedPacker
+from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import PaddedModel
 
 # The first seed's number; the others follow.
@@ -120,7 +124,7 @@ Figures = dict[str, float]
 Outcome = dict[str, Figures]
 
 
-def make(name: str, model: Model, target: float | None = None) -> Batcher:
+def make(name: str, model: Model, target: float | None = None) -> Scheduler:
     """Make one of our policies by the name that the tables have for it.
 
     Args:
@@ -144,7 +148,7 @@ def open_loop(cell: Cell, seed: int, scale: float) -> Outcome:
     moments = poisson(rate, seconds, seed)
     batchers = {name: make(name, model) for name in (OURS, GREEDY, *FIXED)}
     batchers[OPTIMUM] = Planned(optimum(model, cell.x).sizes)
-    return _run_all(batchers, lambda: OpenLoop(moments), lambda: Worker(model), seconds)
+    return _run_all(batchers, lambda: Arrivals(moments), lambda: Worker(model).seconds, seconds)
 
 
 def closed_loop(cell: Cell, seed: int, scale: float) -> Outcome:
@@ -153,7 +157,7 @@ def closed_loop(cell: Cell, seed: int, scale: float) -> Outcome:
     return _run_all(
         {name: make(name, model) for name in (OURS, GREEDY, *FIXED)},
         lambda: ClosedLoop(int(cell.x), PAUSES[cell.pause], seed),
-        lambda: Worker(model),
+        lambda: Worker(model).seconds,
         scale * 12_000 / model.capacity,
         is_open=False,
     )
@@ -166,8 +170,8 @@ def overload(cell: Cell, seed: int, scale: float) -> Outcome:
     moments = poisson(cell.x * model.capacity, seconds, seed)
     return _run_all(
         {name: make(name, model, model.target) for name in (OURS, NO_TARGET)},
-        lambda: OpenLoop(moments),
-        lambda: Worker(model),
+        lambda: Arrivals(moments),
+        lambda: Worker(model).seconds,
         seconds,
         target=model.target,
         is_open=False,
@@ -183,8 +187,10 @@ def bursts(cell: Cell, seed: int, scale: float) -> Outcome:
     stalls = poisson(1.0 / STALL_EVERY, seconds, seed + 1_000_000)
     found = _run_all(
         {name: make(name, model, model.target) for name in (OURS, NO_TARGET)},
-        lambda: OpenLoop(moments),
-        partial(Worker, model, slow_first=SLOW_FIRST, stalls=stalls, stall_factor=STALL_FACTOR),
+        lambda: Arrivals(moments),
+        lambda: (
+            Worker(model, slow_first=SLOW_FIRST, stalls=stalls, stall_factor=STALL_FACTOR).seconds
+        ),
         seconds,
         target=model.target,
         warm_up=0.0,
@@ -201,8 +207,12 @@ def costs(cell: Cell, seed: int, scale: float) -> Outcome:
     lengths = log_normal_costs(len(moments), COST_SIGMA, seed)
     batchers = {name: make(name, model) for name in (OURS, GREEDY)}
     batchers[WITH_COSTS] = Ours("adaptive", model.max_batch_size, costs=lengths)
-    worker = partial(Worker, model, costs=lengths)
-    return _run_all(batchers, lambda: OpenLoop(moments), worker, seconds)
+    return _run_all(
+        batchers,
+        lambda: Arrivals(moments),
+        lambda: Worker(model, costs=lengths).seconds,
+        seconds,
+    )
 
 
 def padded(cell: Cell, seed: int, scale: float) -> Outcome:
@@ -217,7 +227,7 @@ def padded(cell: Cell, seed: int, scale: float) -> Outcome:
         GREEDY_PADDED: Greedy(None, PaddedModel()),
         TRUE: Program(None, TrueTimes(encoder)),
     }
-    batchers: dict[str, Batcher] = {
+    batchers: dict[str, Scheduler] = {
         name: Ours("greedy", size, costs=lengths, packer=packer) for name, packer in packers.items()
     }
     batchers[IN_ORDER] = Ours("greedy", size)
@@ -226,7 +236,7 @@ def padded(cell: Cell, seed: int, scale: float) -> Outcome:
     return _run_all(
         batchers,
         lambda: ClosedLoop(int(cell.x), lambda random: 0.0, seed),
-        lambda: NoisyEncoder(encoder, lengths, seed),
+        lambda: NoisyEncoder(encoder, lengths, seed).seconds,
         seconds,
         is_open=False,
     )
@@ -243,22 +253,22 @@ def methods(cell: Cell, seed: int, scale: float) -> Outcome:
     moments = poisson(rate, seconds, seed)
     names = draw_methods(len(moments), RARE_SHARE, seed)
 
-    def run(methods: Sequence[str]) -> Record:
+    def run(methods: Sequence[str]) -> History:
         batcher = Ours(OURS, model.max_batch_size, methods=methods)
-        return simulate(batcher, OpenLoop(moments), Worker(model), inf)
+        return simulate(batcher, Arrivals(moments), Worker(model).seconds)
 
     both = run(names)
     records = {ALONE: run([RARE] * len(moments))}
     for method in (RARE, FREQUENT):
-        records[method] = both.select(at for at, name in enumerate(names) if name == method)
+        records[method] = select(both, (at for at, name in enumerate(names) if name == method))
     start = WARM_UP * seconds
-    return {name: record.figures(start, seconds) for name, record in records.items()}
+    return {name: figures_of(record, start, seconds) for name, record in records.items()}
 
 
 def _run_all(
-    batchers: dict[str, Batcher],
-    load: Callable[[], Load],
-    worker: Callable[[], Times],
+    batchers: dict[str, Scheduler],
+    load: Callable[[], Arrivals],
+    worker: Callable[[], Seconds],
     seconds: float,
     *,
     target: float = inf,
@@ -273,7 +283,7 @@ def _run_all(
     until = inf if is_open else seconds
     end = seconds if is_open or target == inf else seconds - target
     return {
-        name: simulate(batcher, load(), worker(), until).figures(warm_up * seconds, end, target)
+        name: figures_of(simulate(batcher, load(), worker(), until), warm_up * seconds, end, target)
         for name, batcher in batchers.items()
     }
 

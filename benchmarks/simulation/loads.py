@@ -1,14 +1,17 @@
-"""Who asks, and when: open and closed loops in virtual time. No process, no clock.
+"""Arrivals and lengths of requests in virtual time. No process, no clock.
+
+Open loops and independent arrivals are those of `fast_batcher/_cli/simulation.py`.
 
 All draws depend on the seed alone, so every system meets the same arrivals (open loop), or every
 client has the same pauses in the same order (closed loop).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf, log
 from random import Random
-from typing import Protocol
+
+from fast_batcher._cli.simulation import Arrivals
 
 # The bursty load: shares of the capacity that arrive in and between bursts, and their mean lengths,
 # seconds; 0.6 of the capacity in the mean. No system can serve a peak of 1.9 in time, so what
@@ -28,42 +31,7 @@ def short_pause(random: Random) -> float:
     return random.uniform(0.1e-3, 1.1e-3)
 
 
-class Load(Protocol):
-    """The arrivals, one by one. A client is a number; in an open loop it is always 0."""
-
-    # The next arrival's moment, infinite if none is known.
-    next_at: float
-
-    def pop(self) -> int:
-        """Take the next arrival and return its client."""
-
-    def settled(self, now: float, client: int) -> None:
-        """Tell that this client has its answer or rejection."""
-
-
-class OpenLoop:
-    """Requests that do not depend on answers.
-
-    Args:
-        moments: Rising, seconds.
-    """
-
-    def __init__(self, moments: Sequence[float]) -> None:
-        self._moments = moments
-        self._next = 0
-        self.next_at = moments[0] if moments else inf
-
-    def pop(self) -> int:
-        """Take the next arrival; the client is 0."""
-        self._next += 1
-        self.next_at = self._moments[self._next] if self._next < len(self._moments) else inf
-        return 0
-
-    def settled(self, now: float, client: int) -> None:
-        """Change nothing."""
-
-
-class ClosedLoop:
+class ClosedLoop(Arrivals):
     """Clients that ask again a pause after their answer.
 
     Args:
@@ -73,6 +41,7 @@ class ClosedLoop:
     """
 
     def __init__(self, clients: int, draw: Callable[[Random], float], seed: int) -> None:
+        super().__init__(())
         self._draw = draw
         self._randoms = [Random(f"{seed} {client}") for client in range(clients)]
         self._heap = [(draw(random), client) for client, random in enumerate(self._randoms)]
@@ -90,23 +59,6 @@ class ClosedLoop:
         moment = now + self._draw(self._randoms[client])
         heappush(self._heap, (moment, client))
         self.next_at = self._heap[0][0]
-
-
-def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """Draw the arrivals of many independent users, in order.
-
-    Args:
-        rate: Per second.
-        seconds: From 0 to then.
-        seed: Of the gaps. At another rate the same gaps are stretched.
-    """
-    random = Random(f"poisson {seed}")
-    moments = []
-    now = random.expovariate(1.0) / rate
-    while now < seconds:
-        moments.append(now)
-        now += random.expovariate(1.0) / rate
-    return moments
 
 
 def bursty(capacity: float, seconds: float, seed: int) -> list[float]:

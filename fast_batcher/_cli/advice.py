@@ -3,9 +3,10 @@
 import asyncio
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from math import ceil, inf, isfinite
 from pathlib import Path
 from random import Random
@@ -13,27 +14,66 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fast_batcher._cli.model import Measurement, TargetError, copy_batcher, load_target, measure
-from fast_batcher._cli.virtual import WARM_UP, Outcome, Simulation, poisson
+from fast_batcher._cli.model import (
+    MEASURED,
+    Measurement,
+    TargetError,
+    copy_batcher,
+    is_streaming,
+    load_target,
+    measure,
+    select_inputs,
+)
+from fast_batcher._cli.simulation import Arrivals, Seconds, open_scheduler, poisson, simulate
+from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherError
 
 # Arrivals of each simulation: the 95 % quantile rests on a thousand of them.
 REQUESTS = 20_000
 SEED = 1
+# Share of the arrivals at the start that do not count: the policy learns, and the queue fills.
+WARM_UP = 0.2
 # Of the capacity: the load for which workers are counted, and at which a setting is judged.
 COMFORTABLE = 0.8
 # Of the largest capacity: a smaller batch that reaches it is preferred.
 ENOUGH = 0.95
+# Share of all requests that a target is for.
+SHARE_IN_TIME = 0.95
+# Longest real run, seconds.
+CHECKED_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Latencies of a load, seconds. A lost request counts as one that waits for ever."""
+
+    p50: float
+    p95: float
+    # Share of the requests that were answered within the target, 0 to 1.
+    in_time: float
+    # Share of the requests that were rejected or expired, 0 to 1.
+    lost: float
+
+    @classmethod
+    def of(cls, latencies: Sequence[float], target: float | None) -> "Outcome":
+        """Sum up the latencies of all requests, infinite for lost ones, except for the warm-up."""
+        ordered = sorted(latencies[int(WARM_UP * len(latencies)) :])
+        count = len(ordered)
+        p50, p95 = (ordered[ceil(share * count) - 1] for share in (0.5, SHARE_IN_TIME))
+        answered = bisect_left(ordered, inf)
+        in_time = answered if target is None else bisect_right(ordered, target)
+        return cls(p50, p95, in_time / count, 1 - answered / count)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A `max_batch_size`, with what it promises of one worker and of the load."""
+    """A `max_batch_size`, with its capacity and its outcome at the load."""
 
     max_batch_size: int
     # Requests per second of one worker with full batches.
@@ -51,8 +91,6 @@ class Advice:
     candidates: Sequence[Candidate]
     # Requests per second of the load.
     rate: float
-    # Times the requests per second of batches of one.
-    gain: float
     # The target, None without one.
     max_latency: float | None
     # Requests per second that the event loop of one process can send and answer one by one.
@@ -61,52 +99,17 @@ class Advice:
     @property
     def meets_target(self) -> bool:
         """Whether the chosen size answers 95 % within the target; True without one."""
-        return self.max_latency is None or self.chosen.outcome.p95 <= self.max_latency
+        return self.max_latency is None or self.chosen.outcome.in_time >= SHARE_IN_TIME
 
     @property
-    def workers_for_rate(self) -> int:
-        """Workers of the chosen size that the rate needs."""
-        return ceil(self.rate / (COMFORTABLE * self.chosen.capacity))
-
-
-class Times:
-    """Seconds of batches by their size, drawn from measured ones."""
-
-    def __init__(self, measurement: Measurement) -> None:
-        self._sizes = sorted(measurement.seconds)
-        self._seconds = [sorted(measurement.seconds[size]) for size in self._sizes]
-        self._medians = make_rising([median(seconds) for seconds in self._seconds])
-
-    def median(self, size: int) -> float:
-        """Return the median, between measured sizes on a line through their medians."""
-        medians = self._medians
-        at = bisect_left(self._sizes, size)
-        if at == len(self._sizes):
-            return medians[-1] * size / self._sizes[-1]
-        if self._sizes[at] == size or at == 0:
-            return medians[at]
-        left, right = self._sizes[at - 1], self._sizes[at]
-        return medians[at - 1] + (size - left) / (right - left) * (medians[at] - medians[at - 1])
-
-    def draw(self, size: int, random: Random) -> float:
-        """Draw a time: the median of the size, times the scatter of the nearest measured one."""
-        at = min(bisect_left(self._sizes, size), len(self._sizes) - 1)
-        seconds = self._seconds[at]
-        return self.median(size) * random.choice(seconds) / median(seconds)
-
-
-def make_rising(values: Sequence[float]) -> list[float]:
-    """Return the rising sequence nearest to these values: what contradicts is averaged.
-
-    Source: the pool-adjacent-violators algorithm of isotonic regression.
-    """
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (high, many), (low, few) = pools[-2:]
-            pools[-2:] = [((high * many + low * few) / (many + few), many + few)]
-    return [mean for mean, count in pools for _ in range(count)]
+    def settings(self) -> dict[str, Any]:
+        """The recommended options of `DynBatcher`."""
+        has_target = self.max_latency is not None and self.meets_target
+        return {
+            "max_batch_size": self.chosen.max_batch_size,
+            "num_workers": self.chosen.num_workers,
+            **({"max_latency": self.max_latency} if has_target else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -121,98 +124,99 @@ class Wish:
     target: float | None = None
     # Workers that the machine has room for.
     most_workers: int = 1
+    # Largest `max_batch_size` to try.
+    most: int = 128
+    # Whether a real run is compared with the prediction.
+    is_checked: bool = False
 
 
 def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) -> Advice:
     """Simulate each size that was measured, and choose one.
 
-    Without a target the smallest size is chosen whose capacity is nearly the largest; with one,
-    of the sizes that answer 95 % in time, that of the largest capacity.
+    Of the sizes that answer 95 % of all requests within the target, or without a target of those
+    that lose the fewest, the smallest is chosen whose capacity is nearly the largest. If no size
+    meets the target, that with most answers in time is chosen.
     """
     rate = wish.rate
     if wish.moments is not None:
         rate = len(wish.moments) / wish.moments[-1]
-    times = Times(measurement)
-    sizes = sorted(measurement.seconds)
     loop_capacity = 1 / measurement.loop_seconds
-    capacities = {size: min(size / times.median(size), loop_capacity) for size in sizes}
     candidates = []
-    for size in sizes:
+    for size, seconds in measurement.seconds.items():
         note(f"simulating max_batch_size={size}")
-        wanted = rate or COMFORTABLE * capacities[size]
-        workers = min(wish.most_workers, max(1, ceil(wanted / (COMFORTABLE * capacities[size]))))
-        arrivals = wish.moments or poisson(wanted, REQUESTS, SEED)
-        found = Simulation(arrivals, times.draw, size, workers).run()
-        outcome = _add(found, measurement.overhead)
-        candidates.append(Candidate(size, capacities[size], workers, outcome))
-    chosen = _choose(candidates, wish.target)
-    gain = chosen.capacity / capacities[sizes[0]]
+        capacity = min(size / median(seconds), loop_capacity)
+        wanted = rate or COMFORTABLE * capacity
+        workers = min(wish.most_workers, max(1, ceil(wanted / (COMFORTABLE * capacity))))
+        arrivals = wish.moments or poisson(wanted, REQUESTS / wanted, SEED)
+        outcome = predict(measurement, arrivals, size, workers, wish.target)
+        candidates.append(Candidate(size, capacity, workers, outcome))
+    best = max(one.outcome.in_time for one in candidates)
+    enough = best if wish.target is None else min(best, SHARE_IN_TIME)
+    fitting = [one for one in candidates if one.outcome.in_time >= enough]
+    most = max(one.capacity for one in fitting)
+    chosen = next(one for one in fitting if one.capacity >= ENOUGH * most)
     wanted = rate or COMFORTABLE * chosen.capacity
-    return Advice(chosen, candidates, wanted, gain, wish.target, loop_capacity)
+    return Advice(chosen, candidates, wanted, wish.target, loop_capacity)
 
 
-def _add(outcome: Outcome, seconds: float) -> Outcome:
-    """Add the way to the worker and back, which the simulation doesn't have."""
-    return Outcome(
-        outcome.answered_per_second,
-        outcome.lost,
-        outcome.p50 + seconds,
-        outcome.p95 + seconds,
-        outcome.p99 + seconds,
-        outcome.mean_batch_size,
-    )
+def predict(
+    measurement: Measurement,
+    moments: Sequence[float],
+    max_batch_size: int,
+    num_workers: int,
+    target: float | None,
+) -> Outcome:
+    """Simulate arrivals at these moments."""
+    scheduler = open_scheduler(max_batch_size, num_workers)
+    history = simulate(scheduler, Arrivals(moments), draw_seconds(measurement))
+    pairs = zip(history.arrivals, history.answers, strict=True)
+    # The simulation does not have the way to the worker and back.
+    return Outcome.of([done - begin + measurement.overhead for begin, done in pairs], target)
 
 
-def _choose(candidates: Sequence[Candidate], target: float | None) -> Candidate:
-    in_time = [one for one in candidates if target is None or one.outcome.p95 <= target]
-    if not in_time:
-        return min(candidates, key=lambda one: one.outcome.p95)
-    most = max(one.capacity for one in in_time)
-    return next(one for one in in_time if one.capacity >= ENOUGH * most)
+def draw_seconds(measurement: Measurement) -> Seconds:
+    """Draw times of batches: a random quantile of the measured size, or between two sizes."""
+    random = Random(SEED)
+    seconds, sizes = measurement.seconds, [*measurement.seconds]
+
+    def draw(_: float, requests: Sequence[int]) -> float:
+        at, quantile = bisect_left(sizes, len(requests)), random.random()
+        left, right = sizes[max(0, at - 1)], sizes[at]
+        low, high = (one[int(quantile * len(one))] for one in (seconds[left], seconds[right]))
+        share = (len(requests) - left) / (right - left) if right > left else 0.0
+        return low + share * (high - low)
+
+    return draw
 
 
 @dataclass(frozen=True)
 class RealRun:
-    """The figures of a real run."""
+    """The outcome of a real run, and the prediction for its arrivals."""
 
-    answered_per_second: float
-    # Seconds, infinite if nothing was answered.
-    p95: float
-    # Share of the requests that failed, and the first error.
-    lost: float
+    requests: int
+    outcome: Outcome
+    predicted: Outcome
+    # The first error, empty without one.
     first_error: str
 
 
 async def run_for_real(
     process: Callable[[Any], Any], inputs: Sequence[Any], moments: Sequence[float]
-) -> RealRun:
-    """Send the inputs at these moments; the first ones do not count, as in a simulation."""
-    latencies: list[float] = []
-    errors: list[str] = []
+) -> tuple[list[float], list[BatcherError]]:
+    """Send inputs at these moments; return latencies, infinite for failures, and the errors."""
+    errors = []
     start = perf_counter()
 
-    async def call(value: Any, moment: float) -> None:
+    async def call(number: int, moment: float) -> float:
+        await asyncio.sleep(start + moment - perf_counter())
         try:
-            await process(value)
+            await process(inputs[number % len(inputs)])
         except BatcherError as error:
-            errors.append(f"{type(error).__name__}: {error}")
-        else:
-            latencies.append(perf_counter() - start - moment)
+            errors.append(error)
+            return inf
+        return perf_counter() - start - moment
 
-    tasks = []
-    for number, moment in enumerate(moments):
-        delay = start + moment - perf_counter()
-        if delay > 0:
-            await asyncio.sleep(delay)
-        tasks.append(asyncio.create_task(call(inputs[number % len(inputs)], moment)))
-    await asyncio.gather(*tasks)
-    latencies = sorted(latencies[int(WARM_UP * len(latencies)) :])
-    return RealRun(
-        (len(moments) - len(errors)) / (perf_counter() - start),
-        latencies[int(0.95 * len(latencies))] if latencies else inf,
-        len(errors) / len(moments),
-        errors[0] if errors else "",
-    )
+    return [*await asyncio.gather(*starmap(call, enumerate(moments)))], errors
 
 
 @dataclass(frozen=True)
@@ -221,57 +225,64 @@ class Found:
 
     name: str
     advice: Advice
-    # With `--check`: a real run, and the prediction of its 95 % quantile for the same arrivals.
+    # With `--check`.
     real: RealRun | None
-    predicted_p95: float | None
-
-
-# Of a real run: as long as the simulated one, and twenty seconds at most.
-CHECKED_SECONDS = 20.0
+    # The sources that precede a file, by the names of recommended options that they give.
+    overridden: dict[str, str]
 
 
 async def tune_model(
-    target: str,
-    inputs: list[Any],
-    most: int,
-    wish: Wish,
-    is_checked: bool,
-    note: Callable[[str], None],
+    target: str, inputs: list[Any], wish: Wish, note: Callable[[str], None]
 ) -> Found:
     """Measure a model, and recommend its settings.
 
     Raises:
-        TargetError: The target is no model.
+        TargetError: The target is no model, or its requests are streams.
         BatcherError: The model cannot be loaded, or fails.
     """
     found = load_target(target)
+    if is_streaming(found):
+        raise TargetError(f"{target}: a SteppedModel is not timed; use fast-batcher bench")
+    values = select_inputs(found, inputs)
     note("loading the model in a worker")
-    async with copy_batcher(found, max_batch_size=most, num_workers=1) as batcher:
-        measurement = await measure(batcher, inputs, note)
+    async with copy_batcher(found, max_batch_size=wish.most, **MEASURED) as batcher:
+        measurement = await measure(batcher, values, note)
     advice = advise(measurement, wish, note)
-    chosen = advice.chosen
-    real = predicted_p95 = None
-    if is_checked:
-        requests = min(REQUESTS, int(CHECKED_SECONDS * advice.rate))
-        moments = wish.moments or poisson(advice.rate, requests, SEED)
-        note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
-        size, workers = chosen.max_batch_size, chosen.num_workers
-        async with copy_batcher(found, max_batch_size=size, num_workers=workers) as batcher:
-            real = await run_for_real(batcher.process_batched, inputs, moments)
-        outcome = Simulation(moments, Times(measurement).draw, size, workers).run()
-        predicted_p95 = _add(outcome, measurement.overhead).p95
-    return Found(found.name, advice, real, predicted_p95)
+    overridden = find_overridden(found, advice)
+    if not wish.is_checked:
+        return Found(found.name, advice, None, overridden)
+    seconds = min(CHECKED_SECONDS, REQUESTS / advice.rate)
+    moments = wish.moments or poisson(advice.rate, seconds, SEED) or [0.0]
+    moments = moments[: bisect_right(moments, seconds)]
+    note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
+    size, workers = advice.chosen.max_batch_size, advice.chosen.num_workers
+    async with copy_batcher(found, workers, max_batch_size=size) as batcher:
+        latencies, errors = await run_for_real(batcher.process_batched, values, moments)
+    outcome = Outcome.of(latencies, wish.target)
+    predicted = predict(measurement, moments, size, workers, wish.target)
+    real = RealRun(len(moments), outcome, predicted, "".join(map(repr, errors[:1])))
+    return Found(found.name, advice, real, overridden)
+
+
+def find_overridden(batcher: DynBatcher[Any, Any], advice: Advice) -> dict[str, str]:
+    """Return the sources of recommended options that a file cannot change, by option."""
+    sources = {name: batcher.settings[name].source for name in advice.settings}
+    found = {name: one for name, one in sources.items() if one.startswith(("code", "FAST_BATCHER"))}
+    for name in ("devices", "workers"):
+        if batcher.settings[name].value not in (None, "threads", "processes"):
+            found["num_workers"] = f"{name}="
+    return found
 
 
 def parse_seconds(text: str) -> float:
     """Return the seconds of a text like "50ms" or "0.2s".
 
     Raises:
-        TargetError: It is something else.
+        BadParameter: It is something else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)", text.strip())
     if match is None or not float(match[1]):
-        raise TargetError(f"--target {text!r}: write a time, like 50ms or 0.2s")
+        raise typer.BadParameter(f"--target {text!r}: write a time, like 50ms or 0.2s")
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
@@ -285,104 +296,79 @@ def read_moments(path: Path) -> list[float]:
         moments = sorted(float(line) for line in path.read_text(encoding="utf-8").split())
     except (OSError, ValueError) as error:
         raise TargetError(f"{path}: {error}; write one moment in seconds in each line") from None
-    if not all(map(isfinite, moments)):
-        raise TargetError(f"{path}: write finite moments")
-    if len(moments) < 2 or moments[0] == moments[-1]:
-        raise TargetError(f"{path}: give the moments of several arrivals")
+    if not all(map(isfinite, moments)) or len({*moments}) < 2:
+        raise TargetError(f"{path}: give the finite moments of several arrivals")
     return [moment - moments[0] for moment in moments]
 
 
-def make_file(advice: Advice, name: str) -> str:
-    """Make a file for FAST_BATCHER_CONFIG."""
-    chosen = advice.chosen
-    lines = [
-        f"# By fast-batcher tune, for {advice.rate:.4g} requests per second.",
-        f"[batchers.{json.dumps(name)}]",
-        f"max_batch_size = {chosen.max_batch_size}",
-        f"num_workers = {chosen.num_workers}",
-    ]
-    if advice.max_latency is not None and advice.meets_target:
-        lines.append(f"max_latency = {advice.max_latency:g}")
-    return "\n".join(lines) + "\n"
+def make_file(found: Found) -> str:
+    """Make a file for FAST_BATCHER_CONFIG, with the options that it can change."""
+    # TOML has no surrogates: a character beyond the basic plane stands for itself.
+    name = json.dumps(found.name, ensure_ascii=False)
+    text = f"# By fast-batcher tune, for {found.advice.rate:.4g} requests per second.\n"
+    text += f"[batchers.{name}]\n"
+    for option, value in found.advice.settings.items():
+        text += "" if option in found.overridden else f"{option} = {value}\n"
+    return text
 
 
 def print_advice(console: Console, found: Found) -> None:
     """Print a table of the candidates, and the recommendation."""
     advice = found.advice
-    table = Table(box=SIMPLE, pad_edge=False, title=f"{found.name}, by simulation")
-    for heading in ("max_batch_size", "workers", "capacity/s", "p50 ms", "p95 ms", "mean batch"):
+    table = Table(box=SIMPLE, pad_edge=False, title=f"{escape(found.name)}, by simulation")
+    for heading in ("max_batch_size", "workers", "capacity/s", "p50 ms", "p95 ms", "lost"):
         table.add_column(heading, justify="right")
     for one in advice.candidates:
         table.add_row(
-            f"{one.max_batch_size}",
-            f"{one.num_workers}",
+            *(str(one.max_batch_size), str(one.num_workers)),
             f"{one.capacity * one.num_workers:.4g}",
             *(f"{1e3 * seconds:.3g}" for seconds in (one.outcome.p50, one.outcome.p95)),
-            f"{one.outcome.mean_batch_size:.1f}",
+            f"{one.outcome.lost:.1%}",
             style="bold green" if one is advice.chosen else None,
         )
     console.print(table)
-    chosen = advice.chosen
-    settings = [f"max_batch_size={chosen.max_batch_size}", f"num_workers={chosen.num_workers}"]
-    if advice.max_latency is not None and advice.meets_target:
-        settings.append(f"max_latency={advice.max_latency:g}")
-    console.print(f"Recommended: [bold]{', '.join(settings)}[/]", highlight=False)
-    console.print(
-        f"It answers {advice.gain:.2g} times as many requests per second as single requests do; at "
-        f"{advice.rate:.4g} per second 95 % within {1e3 * chosen.outcome.p95:.3g} ms.",
-        highlight=False,
-    )
-    for warning in _list_warnings(advice):
-        console.print(f"[yellow]warning[/] {warning}", highlight=False)
-    if found.real is not None and found.predicted_p95 is not None:
-        real = found.real
-        console.print(
-            f"A real run: {real.answered_per_second:.4g} requests per second "
-            f"({real.answered_per_second / advice.rate:.2f} of those asked), 95 % within "
-            f"{1e3 * real.p95:.3g} ms ({real.p95 / found.predicted_p95:.2f} of the prediction "
-            "for its arrivals).",
-            highlight=False,
-        )
-        if real.lost:
-            console.print(
-                f"[yellow]warning[/] {real.lost:.1%} of its requests failed: "
-                f"{escape(real.first_error)}",
-                highlight=False,
-            )
+    settings = ", ".join(f"{option}={value}" for option, value in advice.settings.items())
+    gain = advice.chosen.capacity / advice.candidates[0].capacity
+    lines = [
+        f"Recommended: [bold]{settings}[/]",
+        f"It answers {gain:.2g} times as many requests per second as single requests do; at "
+        f"{advice.rate:.4g} per second {_describe_outcome(advice.chosen.outcome)}.",
+    ]
+    if found.real is not None:
+        real, predicted = map(_describe_outcome, (found.real.outcome, found.real.predicted))
+        lines.append(f"A real run, {found.real.requests} requests: {real}; predicted: {predicted}.")
+    lines += [f"[yellow]warning[/] {escape(warning)}" for warning in _list_warnings(found)]
+    console.print("\n".join(lines), highlight=False)
 
 
-def _list_warnings(advice: Advice) -> Iterator[str]:
-    chosen = advice.chosen
+def _describe_outcome(outcome: Outcome) -> str:
+    parts = [] if outcome.p95 == inf else [f"95 % within {1e3 * outcome.p95:.3g} ms"]
+    parts += [f"{outcome.lost:.1%} without an answer"] if outcome.lost else []
+    return ", ".join(parts)
+
+
+def _list_warnings(found: Found) -> Iterator[str]:
+    advice, chosen = found.advice, found.advice.chosen
     if not advice.meets_target:
         yield "no size answers 95 % within the target; allow more workers, or a later answer"
     if advice.rate > chosen.capacity * chosen.num_workers:
+        needed = ceil(advice.rate / (COMFORTABLE * chosen.capacity))
         yield (
             f"{advice.rate:.4g} requests per second are more than {chosen.num_workers} workers "
-            f"compute; allow --workers {advice.workers_for_rate}"
+            f"compute; allow --workers {needed}"
+        )
+    elif chosen.outcome.lost:
+        yield (
+            f"{chosen.outcome.lost:.1%} of the requests are lost: they arrive while the queue is "
+            "full, or wait longer than the timeout; allow more workers"
         )
     if max(advice.rate, chosen.capacity) >= COMFORTABLE * advice.loop_capacity:
         yield (
             f"the event loop of one process sends and answers about {advice.loop_capacity:.3g} "
             "requests per second; use several server processes"
         )
-
-
-def draw(advice: Advice, path: Path) -> None:
-    """Draw capacity and 95 % quantile by batch size, with matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4))
-    axes = figure.subplots()
-    sizes = [str(one.max_batch_size) for one in advice.candidates]
-    axes.bar(sizes, [one.capacity * one.num_workers for one in advice.candidates], color="#3b6ea5")
-    axes.set_xlabel("max_batch_size")
-    axes.set_ylabel("capacity, requests per second")
-    latencies = axes.twinx()
-    latencies.plot(
-        sizes, [1e3 * one.outcome.p95 for one in advice.candidates], color="#c05020", marker="o"
-    )
-    latencies.set_ylabel("95 % of the answers within, ms", color="#c05020")
-    latencies.set_ylim(bottom=0)
-    figure.suptitle(f"at {advice.rate:.4g} requests per second")
-    figure.tight_layout()
-    figure.savefig(path)
+    if found.overridden:
+        names = ", ".join(f"{name} ({source})" for name, source in found.overridden.items())
+        yield f"a file has no effect on {names}: change it there"
+    if found.real is not None and found.real.first_error:
+        yield f"in the real run: {found.real.first_error}"

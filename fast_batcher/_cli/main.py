@@ -24,7 +24,6 @@ from rich.table import Table
 
 from fast_batcher._cli.advice import (
     Wish,
-    draw,
     make_file,
     parse_seconds,
     print_advice,
@@ -33,7 +32,7 @@ from fast_batcher._cli.advice import (
 )
 from fast_batcher._cli.bench import bench
 from fast_batcher._cli.checks import Check
-from fast_batcher._cli.files import check_folder, check_picture
+from fast_batcher._cli.files import check_folder
 from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.model import (
     TargetError,
@@ -90,7 +89,7 @@ def doctor(
     if target is not None:
         with _quiet() as warnings, _reserved_output(as_json):
             checks += asyncio.run(_check_target(target, inputs))
-        checks += [Check("log", "warning", text) for text in warnings.found]
+        checks += [Check("log", "warning", text) for text in dict.fromkeys(warnings.found)]
     if as_json:
         _write_json([asdict(check) for check in checks])
     else:
@@ -209,12 +208,6 @@ def tune(
         Path | None,
         typer.Option(callback=check_folder, help="Write the settings to this TOML file."),
     ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            callback=check_picture, help="Draw capacity and p95 by batch size; needs matplotlib."
-        ),
-    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the prediction with a real run.")
     ] = False,
@@ -225,28 +218,18 @@ def tune(
     The scheduler runs in virtual time with the measured times. Ends with 1 if the model fails.
     """
     console = Console(stderr=True)
+    seconds = None if within is None else parse_seconds(within)
     try:
-        seconds = None if within is None else parse_seconds(within)
-    except TargetError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        wish = Wish(
-            rate=rate,
-            moments=None if arrivals is None else read_moments(arrivals),
-            target=seconds,
-            most_workers=workers,
-        )
-        with _reserved_output(as_json):
-            values = read_inputs(inputs)
+        moments = None if arrivals is None else read_moments(arrivals)
+        wish = Wish(rate, moments, seconds, workers, most, check)
         with _quiet(), _reserved_output(as_json), console.status("") as status:
-            found = asyncio.run(tune_model(target, values, most, wish, check, status.update))
+            values = read_inputs(inputs)
+            found = asyncio.run(tune_model(target, values, wish, status.update))
     except (TargetError, BatcherError) as error:
         console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)
         raise typer.Exit(1) from None
     if write is not None:
-        write.write_text(make_file(found.advice, found.name))
-    if picture is not None:
-        draw(found.advice, picture)
+        write.write_text(make_file(found), encoding="utf-8")
     if as_json:
         _write_json(_with_null(asdict(found)))
     else:

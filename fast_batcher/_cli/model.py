@@ -7,12 +7,12 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, cast
 
 from fast_batcher._cli.checks import Check
 from fast_batcher._process import read_rss
@@ -21,6 +21,7 @@ from fast_batcher.configuration import find_similar
 from fast_batcher.errors import BatcherError
 from fast_batcher.model import InferenceModel, find_cost
 from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
+from fast_batcher.settings import OPTIONS, RemoteWorkers
 
 # Batches of each size that are timed; the median counts.
 BATCHES = 11
@@ -106,35 +107,60 @@ def load_target(target: str) -> DynBatcher[Any, Any]:
     )
 
 
-def copy_batcher(batcher: DynBatcher[Any, Any], **changes: Any) -> DynBatcher[Any, Any]:
-    """Return a batcher of the same model and options, but for these, with workers of its own.
-
-    Costs are left out: with them a batch of n is not what n requests make of it.
-    """
-    options = {
-        name: setting.value
-        for name, setting in batcher.settings.items()
-        if setting.source != "default" and name not in _NOT_COPIED
-    }
-    args, kwargs = batcher._model.spec.read_arguments()  # noqa: SLF001  part of the library
-    model = batcher._model_class  # noqa: SLF001
-    if find_cost(model) is not None:
-        options["cost"] = _cost_nothing
-    return DynBatcher(model, model_args=args, model_kwargs=kwargs, **(options | changes))
-
-
-# Of options: workers are placed and shared in another way, and batches are chosen by number.
-_NOT_COPIED = frozenset(
-    {
-        *("devices", "workers_per_device", "shared", "shared_version"),
-        *("cost", "cost_is_padded", "max_batch_cost", "max_request_cost"),
-    }
+# Options that a copy takes over: where and how the model computes, and how inputs get there. The
+# others concern requests that arrive, other processes, or failures.
+COPIED = (
+    *("name", "max_batch_size", "workers", "devices", "stage_threads", "freeze_gc"),
+    *("start_timeout", "stop_timeout", "max_frame_bytes", "max_shared_bytes"),
+    "shared_memory_threshold",
 )
+# Options of a copy whose batches are timed: batches leave at once, and may take ten minutes.
+MEASURED: Any = {"policy": "greedy", "timeout": 600.0}
 
 
-def _cost_nothing(value: object) -> int:
-    """Return the same cost for all inputs."""
-    return 1
+def copy_batcher(
+    batcher: DynBatcher[Any, Any], num_workers: int = 1, **changes: Any
+) -> DynBatcher[Any, Any]:
+    """Return a batcher of the same model, with workers of its own and without the app's limits.
+
+    All options are given, so that none comes from outside. The copy gets the batcher's share of the
+    cores.
+    """
+    options: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
+    options |= {name: batcher.settings[name].value for name in COPIED} | changes
+    options["num_workers"] = num_workers
+    if options["devices"] is not None:
+        options["devices"] = [*islice(cycle(options["devices"]), num_workers)]
+    if isinstance(options["workers"], RemoteWorkers):
+        options["workers"] = replace(cast("Any", options["workers"]), num_workers=num_workers)
+    model = batcher._model_class  # noqa: SLF001  part of the library
+    if find_cost(model) is not None:
+        # With its costs a batch of n would not be what n requests make of it.
+        options |= {"cost": lambda _: 1, "cost_is_padded": False}
+    args, kwargs = batcher._model.spec.read_arguments()  # noqa: SLF001
+    batcher._cores.release()  # noqa: SLF001
+    return DynBatcher(model, model_args=args, model_kwargs=kwargs, **options)
+
+
+def is_streaming(batcher: DynBatcher[Any, Any]) -> bool:
+    """Return whether the requests of a batcher are streams."""
+    return batcher._model.spec.is_stepped  # noqa: SLF001
+
+
+def select_inputs(batcher: DynBatcher[Any, Any], inputs: list[Any]) -> list[Any]:
+    """Return the inputs of the largest group that may share a batch.
+
+    Raises:
+        TargetError: `group_by` fails.
+    """
+    group_by = batcher.settings["group_by"].value
+    groups: dict[Any, list[Any]] = {}
+    try:
+        for value in inputs:
+            groups.setdefault(group_by and group_by(value), []).append(value)
+    except Exception as error:
+        raise TargetError(f"group_by raised {type(error).__name__}: {error}") from error
+    return max(groups.values(), key=len)
 
 
 def read_inputs(source: str) -> list[Any]:
@@ -201,54 +227,45 @@ def check_options(batcher: DynBatcher[Any, Any]) -> Iterator[Check]:
 
 
 async def examine_model(
-    batcher: DynBatcher[Any, Any], inputs: list[Any], note: Callable[[str], None]
+    original: DynBatcher[Any, Any], inputs: list[Any], note: Callable[[str], None]
 ) -> AsyncIterator[Check]:
     """Load the model in a worker, and time batches of it; ends with the first bad check."""
     watcher = _Watcher()
+    batcher = copy_batcher(original, **({} if is_streaming(original) else MEASURED))
     batcher.add_observer(watcher)
     note("loading the model in a worker")
-    loop = asyncio.get_running_loop()
-    began_at = loop.time()
+    began_at = perf_counter()
     try:
         await batcher.open()
     except BatcherError as error:
         yield Check("model", "bad", f"{batcher.name}: {_first_line(error)}", _remedy_of(error))
         return
     try:
-        seconds = loop.time() - began_at
+        seconds = perf_counter() - began_at
         yield Check("model", "good", f"{batcher.name} was loaded in {seconds:.1f} s")
         size = 0 if watcher.pid is None else read_rss(watcher.pid)
         if size:
             yield Check("worker", "good", f"pid {watcher.pid}, {size / 2**20:.0f} MiB")
-        async for check in _time_batches(batcher, inputs, note):
-            yield check
-    finally:
-        await batcher.aclose()
-
-
-async def _time_batches(
-    batcher: DynBatcher[Any, Any],
-    inputs: list[Any],
-    note: Callable[[str], None],
-) -> AsyncIterator[Check]:
-    if not inputs:
-        yield _judge_times(
-            [(round(size), seconds) for size, seconds, _ in batcher.explain().service_times]
-        )
-        return
-    try:
-        measurement = await measure(batcher, inputs, note)
+        if is_streaming(original):
+            text = "a SteppedModel is not timed: fast-batcher bench measures the running app"
+            yield Check("batches", "good", text)
+        elif inputs:
+            seconds_of = (await measure(batcher, select_inputs(original, inputs), note)).seconds
+            yield _judge_times([(size, median(found)) for size, found in seconds_of.items()])
+        else:
+            times = batcher.explain().service_times
+            yield _judge_times([(round(size), seconds) for size, seconds, _ in times])
     except BatcherError as error:
         yield Check("batches", "bad", _first_line(error), _remedy_of(error))
-        return
-    yield _judge_times([(size, median(found)) for size, found in measurement.seconds.items()])
+    finally:
+        await batcher.aclose()
 
 
 @dataclass(frozen=True)
 class Measurement:
     """The times of a model in a worker."""
 
-    # Seconds of single batches, by their size, which rises.
+    # Seconds of single batches, by their size; both rise.
     seconds: dict[int, list[float]]
     # Seconds of a lone request beside its batch: to the worker and back.
     overhead: float
@@ -286,7 +303,8 @@ async def measure(
     for size, found in sorted(watcher.seconds):
         seconds.setdefault(size, []).append(found)
     overhead = max(0.0, median(latencies) - median(seconds[1]))
-    return Measurement(seconds, overhead, median(cpu_seconds))
+    # Clocks of CPU time may be coarse.
+    return Measurement(seconds, overhead, max(median(cpu_seconds), 1e-6))
 
 
 def _judge_times(timed: list[tuple[int, float]]) -> Check:

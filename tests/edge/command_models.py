@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from fast_batcher import DynBatcher, InferenceModel
+from fast_batcher import Done, DynBatcher, InferenceModel, SteppedModel
 
 
 class Doubler(InferenceModel[int, int]):
@@ -90,3 +90,13 @@ def leave() -> list[int]:
 def make_inputs() -> list[int]:
     """Inputs, as a function makes them."""
     return INPUTS
+
+
+class Streams(SteppedModel[int, int]):
+    """Answers in one step."""
+
+    def join(self, inputs: list[int]) -> list[int]:
+        return inputs
+
+    def step(self, states: list[int]) -> list[Done[int]]:
+        return [Done(state) for state in states]

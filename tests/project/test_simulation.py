@@ -9,17 +9,12 @@ import pytest
 from benchmarks.simulation.batchers import Ours, Planned
 from benchmarks.simulation.bounds import Estimate
 from benchmarks.simulation.cells import ALONE, FIRST_SEED, METHOD_LOADS, Cell, methods
-from benchmarks.simulation.engine import Batcher, simulate
-from benchmarks.simulation.loads import (
-    RARE,
-    ClosedLoop,
-    OpenLoop,
-    log_normal_costs,
-    poisson,
-    short_pause,
-)
+from benchmarks.simulation.figures import figures_of
+from benchmarks.simulation.loads import RARE, ClosedLoop, log_normal_costs, short_pause
 from benchmarks.simulation.models import MODELS, Model, Worker
 from benchmarks.simulation.optimum import optimum
+from fast_batcher._cli.simulation import Arrivals, poisson, simulate
+from fast_batcher._core.scheduler import Scheduler
 
 # Takes 10 ms for any batch; and one request at a time.
 FLAT = Model("flat", 10e-3, 0.0, 4, target=0.1)
@@ -27,18 +22,18 @@ SINGLE = Model("single", 10e-3, 0.0, 1, target=0.1)
 SEEDS = range(10)
 
 
-def latencies(batcher: Batcher, moments: Sequence[float]) -> list[float]:
+def latencies(batcher: Scheduler, moments: Sequence[float]) -> list[float]:
     """Of each request, in milliseconds to three digits."""
-    record = simulate(batcher, OpenLoop(moments), Worker(FLAT), inf)
+    record = simulate(batcher, Arrivals(moments), Worker(FLAT).seconds)
     pairs = zip(record.arrivals, record.answers, strict=True)
     return [round(1e3 * (answer - arrival), 3) for arrival, answer in pairs]
 
 
-def mean_seconds(batcher: Batcher, model: Model, load: float, seed: int) -> float:
+def mean_seconds(batcher: Scheduler, model: Model, load: float, seed: int) -> float:
     seconds = 10_000 / (load * model.capacity)
     moments = poisson(load * model.capacity, seconds, seed)
-    record = simulate(batcher, OpenLoop(moments), Worker(model), inf)
-    return record.figures(0.1 * seconds, seconds)["mean_ms"] / 1e3
+    record = simulate(batcher, Arrivals(moments), Worker(model).seconds)
+    return figures_of(record, 0.1 * seconds, seconds)["mean_ms"] / 1e3
 
 
 # Known results.
@@ -65,7 +60,7 @@ def test_greedy_and_optimum_match_their_markov_chains(name: str) -> None:
     all_that_wait = np.minimum(np.arange(len(solved.sizes)), model.max_batch_size)
     greedy, _ = solved.evaluate(all_that_wait)
     assert solved.mean_seconds <= greedy * (1 + 1e-9)
-    makers: list[tuple[float, Callable[[], Batcher]]] = [
+    makers: list[tuple[float, Callable[[], Scheduler]]] = [
         (greedy, lambda: Ours("greedy", model.max_batch_size)),
         (solved.mean_seconds, lambda: Planned(solved.sizes)),
     ]
@@ -74,12 +69,6 @@ def test_greedy_and_optimum_match_their_markov_chains(name: str) -> None:
         assert found is not None
         assert found.low < exact < found.high
         assert found.high - found.low < 0.1 * exact
-
-
-# The engine.
-
-
-# Loads.
 
 
 # Our policies, where they differ.
@@ -112,11 +101,11 @@ def test_cost_reduces_padding_at_every_budget(fixed: int) -> None:
     model = Model("tokens", fixed * 1e-4, 1e-4, 32, target=1.0)
     costs = [min(256.0, 40 * cost) for cost in log_normal_costs(20_000, 1.0, 1)]
 
-    def answers_and_padding(batcher: Batcher) -> tuple[int, float]:
+    def answers_and_padding(batcher: Scheduler) -> tuple[int, float]:
         worker = PaddedWorker(model, costs)
-        record = simulate(batcher, ClosedLoop(128, short_pause, 1), worker, 30.0)
+        record = simulate(batcher, ClosedLoop(128, short_pause, 1), worker.seconds, 30.0)
         answers = np.array(record.answers)
-        return int((~np.isnan(answers)).sum()), worker.computed / worker.real
+        return int(np.isfinite(answers).sum()), worker.computed / worker.real
 
     answers, padding = answers_and_padding(Ours("adaptive", 32))
     for budget in (512.0, 2048.0, 4096.0, 8192.0, inf):
@@ -133,6 +122,3 @@ def test_rare_method_has_bounded_p99(load: float) -> None:
     found = methods(Cell("methods", "cpu", load), FIRST_SEED, scale=0.3)
     assert found[RARE]["lost"] == 0
     assert found[RARE]["p99_ms"] <= 2 * found[ALONE]["p99_ms"]
-
-
-# Cells and bars.

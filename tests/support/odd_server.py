@@ -5,6 +5,7 @@ Prints its port. A request is answered as its path says; "/count" tells how many
 
 import asyncio
 import sys
+from contextlib import suppress
 
 ANSWERS = {
     "/close": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok",
@@ -32,28 +33,28 @@ class Server:
         self.answered = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of a connection, byte by byte where that may matter."""
-        while True:
-            try:
-                head = await reader.readuntil(b"\r\n\r\n")
-            except asyncio.IncompleteReadError:
-                break
-            path = head.split()[1].decode()
-            if path in ANSWERS:
-                self.answered += 1
-                for at in range(len(ANSWERS[path])):
-                    writer.write(ANSWERS[path][at : at + 1])
-                    await writer.drain()
-            else:
-                text = str(self.answered).encode() if path == "/count" else b""
-                status = b"200 OK" if path == "/count" else b"404 Not Found"
-                length = str(len(text)).encode()
-                writer.write(
-                    b"HTTP/1.1 %b\r\nContent-Length: %b\r\n\r\n%b" % (status, length, text)
-                )
-            if path in LAST:
-                break
+        """Answer the requests of a connection until one of both sides closes it."""
+        # Nobody reads the log, so an error that is logged for each connection would fill the pipe.
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await self._answer(reader, writer) not in LAST:
+                pass
         writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Answer a request, byte by byte where that may matter; return its path."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        path = head.split()[1].decode()
+        if path in ANSWERS:
+            self.answered += 1
+            for at in range(len(ANSWERS[path])):
+                writer.write(ANSWERS[path][at : at + 1])
+                await writer.drain()
+        else:
+            text = str(self.answered).encode() if path == "/count" else b""
+            status = b"200 OK" if path == "/count" else b"404 Not Found"
+            length = str(len(text)).encode()
+            writer.write(b"HTTP/1.1 %b\r\nContent-Length: %b\r\n\r\n%b" % (status, length, text))
+        return path
 
 
 async def main() -> None:

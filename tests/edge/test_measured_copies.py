@@ -1,0 +1,175 @@
+"""`doctor` and `tune` measure a copy of a batcher: the same model, without the app's limits."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_models import Doubler, Streams
+from limited_app import EVERY_OPTION, bare, limited
+from server_load import URL
+from servers import Server, get, serve
+from shared_hosts import Hosts, hosts
+from waits import LIMIT
+
+from fast_batcher import DynBatcher
+from fast_batcher._cli.model import COPIED, TargetError, copy_batcher, select_inputs
+from fast_batcher.settings import OPTIONS
+
+__all__ = ["hosts", "serve"]
+
+HERE = Path(__file__).parent
+
+COPY = "copied"
+# Each option, and why the copy does not have it.
+OF_A_COPY = {
+    "name": COPY,
+    "max_batch_size": COPY,
+    "workers": COPY,
+    "devices": COPY,
+    "stage_threads": COPY,
+    "freeze_gc": COPY,
+    "start_timeout": COPY,
+    "stop_timeout": COPY,
+    "max_frame_bytes": COPY,
+    "max_shared_bytes": COPY,
+    "shared_memory_threshold": COPY,
+    **dict.fromkeys(
+        ("max_delay", "policy"), "not, because batches of a given size are sent and not collected"
+    ),
+    **dict.fromkeys(
+        ("num_workers", "workers_per_device"), "not, because tune recommends their number"
+    ),
+    **dict.fromkeys(
+        ("max_latency", "max_queue_size", "max_queue_bytes", "timeout", "infer_timeout"),
+        "not, because the app's requests are limited, and a measurement takes as long as it takes",
+    ),
+    **dict.fromkeys(
+        ("cost", "cost_is_padded", "max_batch_cost", "max_request_cost"),
+        "not, because batches are measured by their number of inputs",
+    ),
+    "group_by": "not, because the inputs of one group are selected before",
+    "enabled": "not, because batches are measured",
+    **dict.fromkeys(("cache", "key"), "not, because every input has to be computed"),
+    **dict.fromkeys(
+        ("shared", "shared_version"), "not, because a live server must not get the requests"
+    ),
+    **dict.fromkeys(
+        ("max_batches_per_worker", "max_rss_bytes"), "not, because a new worker would be measured"
+    ),
+    **dict.fromkeys(
+        ("max_restarts", "restart_window", "restart_backoff", "idempotent", "isolate_errors"),
+        "not, because the first failure ends a measurement",
+    ),
+    "observers": "not, because they report the app's requests",
+    **dict.fromkeys(("auto_open", "drain_timeout"), "not, because the command opens and closes it"),
+}
+
+
+def values_of(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
+    values = {name: setting.value for name, setting in batcher.settings.items()}
+    return {name: value.__name__ if callable(value) else value for name, value in values.items()}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fast_batcher", *arguments],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def test_each_option_is_copied_or_has_a_reason() -> None:
+    assert OF_A_COPY.keys() == OPTIONS.keys() == EVERY_OPTION.keys()
+    assert {name for name, what in OF_A_COPY.items() if what == COPY} == {*COPIED}
+    assert all(what == COPY or what.startswith("not, because") for what in OF_A_COPY.values())
+
+
+def test_copy_has_the_copied_options_alone() -> None:
+    """Also where variables set the others."""
+    copy = values_of(copy_batcher(limited))
+    copied = {name: EVERY_OPTION[name] for name in COPIED}
+    assert copy == values_of(copy_batcher(bare)) | copied
+    assert copy["max_latency"] is None
+
+
+def test_options_from_outside_do_not_limit_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAST_BATCHER_MAX_LATENCY", "0.001")
+    monkeypatch.setenv("FAST_BATCHER_MAX_BATCH_SIZE", "8")
+    batcher = DynBatcher(Doubler)
+    assert batcher.settings["max_latency"].value == 0.001
+    copy = copy_batcher(batcher)
+    assert (copy.settings["max_latency"].value, copy.settings["max_batch_size"].value) == (None, 8)
+
+
+def test_workers_of_a_copy_take_the_devices_in_turn() -> None:
+    batcher = DynBatcher(Doubler, devices=["cpu", "cpu:0"])
+    for workers, devices in ((1, ["cpu"]), (3, ["cpu", "cpu:0", "cpu"])):
+        settings = copy_batcher(batcher, workers).settings
+        assert (settings["devices"].value, settings["num_workers"].value) == (devices, workers)
+
+
+def test_inputs_of_the_largest_group_are_measured() -> None:
+    batcher = DynBatcher(Doubler, group_by=lambda value: value % 2)
+    assert select_inputs(batcher, [1, 2, 3, 4, 5]) == [1, 3, 5]
+    assert select_inputs(DynBatcher(Doubler), [1, 2, 3]) == [1, 2, 3]
+    with pytest.raises(TargetError, match="group_by raised TypeError"):
+        select_inputs(batcher, ["text", None])
+
+
+@pytest.mark.slow
+def test_limits_change_no_result() -> None:
+    found = []
+    for name in ("bare", "limited"):
+        target = (f"limited_app:{name}", "--inputs", "limited_app:INPUTS")
+        done = run("doctor", *target, "--json")
+        assert done.returncode == 0, done.stdout
+        checks = {check["name"]: check for check in json.loads(done.stdout)}
+        assert checks["batches"]["level"] == "good"
+        assert all(f"t({size}) = " in checks["batches"]["text"] for size in (1, 2, 4, 8, 16))
+        done = run("tune", *target, "--most", "16", "--json")
+        assert done.returncode == 0, done.stderr
+        advice = json.loads(done.stdout)["advice"]
+        sizes = [one["max_batch_size"] for one in advice["candidates"]]
+        found.append((sizes, advice["chosen"]["max_batch_size"]))
+    assert found == [([1, 2, 4, 8, 16], 16)] * 2
+
+
+@pytest.mark.slow
+def test_live_server_gets_no_request(
+    hosts: Hosts, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model of the server counts the inputs that it computes for all processes.
+
+    Server and commands have equal environments: an opened batcher would join the server's host.
+    """
+    monkeypatch.chdir(HERE)
+    program = [str(HERE / "limited_app.py")]
+    server = serve("", command=program, settings={"PYTHONPATH": os.environ["PYTHONPATH"]})
+    url = server.wait_for(URL)[1]
+    assert get(f"{url}/computed").json() == 1
+    for command in ("doctor", "tune"):
+        done = run(command, "limited_app:served", "--inputs", "limited_app:INPUTS")
+        assert done.returncode == 0, done.stdout
+    assert get(f"{url}/computed").json() == 2
+    server.process.terminate()
+    server.wait_for_exit()
+
+
+@pytest.mark.slow
+def test_streams_are_not_measured() -> None:
+    assert DynBatcher(Streams).settings["max_batch_size"].value == 32
+    done = run("doctor", "command_models:Streams", "--inputs", "command_models:INPUTS", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 0
+    assert checks["batches"]["text"].startswith("a SteppedModel is not timed")
+    done = run("tune", "command_models:Streams", "--inputs", "command_models:INPUTS")
+    assert done.returncode == 1
+    assert "a SteppedModel is not timed; use fast-batcher bench" in " ".join(done.stderr.split())
