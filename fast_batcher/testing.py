@@ -12,9 +12,10 @@ measures it, and `monkeypatch` can patch it.
 See docs/testing.md.
 """
 
+import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Any, Self, cast, get_args
 from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.queue import Queue
 from fast_batcher._core.values import Batch, Release, Request, settle
+from fast_batcher._independence import MOST_INPUTS, find_dependence
 from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
@@ -41,6 +43,7 @@ from fast_batcher.errors import (
     QueueFullError,
     copy_error,
 )
+from fast_batcher.model import InferenceModel
 from fast_batcher.settings import (
     COUNT,
     SECONDS_OR_ZERO,
@@ -48,7 +51,7 @@ from fast_batcher.settings import (
     WorkerKind,
 )
 
-__all__ = ["BatcherKit", "FormedBatch", "WorkerKind"]
+__all__ = ["BatcherKit", "FormedBatch", "WorkerKind", "assert_independent"]
 
 # Errors of calls that a batcher refuses: they are counted as rejected, and others as failed.
 _REFUSALS = (BatcherClosedError, DeadlineExceededError, NotReadyError, QueueFullError)
@@ -279,6 +282,53 @@ def _copy(error: BaseException) -> BatcherError:
     if isinstance(error, BatcherError):
         return cast("BatcherError", copy_error(error))
     return describe(error).to_error()
+
+
+def assert_independent(
+    model: type[InferenceModel[Any, Any]],
+    inputs: Sequence[Any],
+    *,
+    model_args: Sequence[Any] = (),
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Assert that the output for an input does not depend on the other inputs of its batch.
+
+    The model computes each input alone, beside copies of it, beside another input of its size and
+    beside the longest input, on a thread of this process. It fails for an attention mask that is
+    not passed, padding in a mean, batch normalisation or dropout in training mode.
+
+    Args:
+        model: The class of the model.
+        inputs: One or more inputs, of the same and of different lengths; the first eight count.
+        model_args: Positional arguments of its constructor.
+        model_kwargs: Keyword arguments of its constructor.
+
+    Raises:
+        AssertionError: An output changes by more than the rounding of its dtype: by a hundredth of
+            its largest number, by a twentieth for 16-bit floats, at all for other values.
+        BatcherError: The model cannot be loaded, or fails.
+        RuntimeError: An event loop runs in this thread: call it with `asyncio.to_thread`.
+    """
+
+    async def find() -> str | None:
+        batcher = DynBatcher(
+            model,
+            max_batch_size=MOST_INPUTS,
+            model_args=model_args,
+            model_kwargs=model_kwargs,
+            workers="threads",
+            timeout=None,
+            cost=lambda _: 1,
+        )
+        async with batcher:
+            return await find_dependence(
+                lambda batch: asyncio.gather(*map(batcher.process_batched, batch)), inputs
+            )
+
+    if not len(inputs):
+        raise ConfigurationError("assert_independent: give one or more inputs")
+    found = asyncio.run(find())
+    assert found is None, f"{model.__qualname__}: {found}"
 
 
 class _HoldingPolicy(Policy):

@@ -15,6 +15,7 @@ from time import perf_counter, thread_time
 from typing import Any, cast
 
 from fast_batcher._cli.checks import Check
+from fast_batcher._independence import find_dependence
 from fast_batcher._process import read_rss
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.configuration import find_similar
@@ -250,8 +251,11 @@ async def examine_model(
             text = "a SteppedModel is not timed: fast-batcher bench measures the running app"
             yield Check("batches", "good", text)
         elif inputs:
-            seconds_of = (await measure(batcher, select_inputs(original, inputs), note)).seconds
+            chosen = select_inputs(original, inputs)
+            seconds_of = (await measure(batcher, chosen, note)).seconds
             yield _judge_times([(size, median(found)) for size, found in seconds_of.items()])
+            note("comparing outputs of different batches")
+            yield await _check_independence(batcher, chosen)
         else:
             times = batcher.explain().service_times
             yield _judge_times([(round(size), seconds) for size, seconds, _ in times])
@@ -305,6 +309,18 @@ async def measure(
     overhead = max(0.0, median(latencies) - median(seconds[1]))
     # Clocks of CPU time may be coarse.
     return Measurement(seconds, overhead, max(median(cpu_seconds), 1e-6))
+
+
+async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) -> Check:
+    name = "batch independence"
+    if batcher.settings["max_batch_size"].value < 2:
+        return Check(name, "good", "max_batch_size=1: no request shares a batch")
+    found = await find_dependence(
+        lambda batch: asyncio.gather(*map(batcher.process_batched, batch)), inputs
+    )
+    if found is not None:
+        return Check(name, "bad", found)
+    return Check(name, "good", "outputs do not depend on the other inputs of their batch")
 
 
 def _judge_times(timed: list[tuple[int, float]]) -> Check:
