@@ -978,7 +978,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Open a broken batcher with another model, which it keeps if it can load it."""
         model, counters = self._model, self._ledger.counters
         before = model.spec, counters.generation
-        # Before the opening: a host gives the other processes the model of the last generation.
+        # The generation changes before the batcher opens: a host gives other processes its model.
         model.spec = spec
         counters.generation += 1
         try:

@@ -310,7 +310,7 @@ class PrometheusObserver(Observer):
                 stats.workers_ready,
                 0 if is_ending else stats.num_workers,
                 stats.running,
-                # In steps of 1 / 1024: the sum of such changes is exact.
+                # The gauge changes in steps of 1 / 1024, because sums of such steps are exact.
                 round(1024 * (stats.backlog or 0.0)) / 1024,
             )
         for index, (gauge, value) in enumerate(zip(self._series.gauges, values, strict=True)):

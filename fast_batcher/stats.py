@@ -52,8 +52,8 @@ class BatcherStats:
     queue_wait_p95: float | None
     infer_p50: float | None
     infer_p95: float | None
-    # With a `cache`: calls whose output was in it, and was not; and calls that joined the look-up
-    # or the computation of an equal input, which do not count as either. A hit is no request.
+    # Calls whose output was in the `cache`, and calls whose output was not; and calls that joined
+    # the look-up or computation of an equal input, which count as neither. A hit is no request.
     cache_hits: int = 0
     cache_misses: int = 0
     cache_coalesced: int = 0

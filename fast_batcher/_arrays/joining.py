@@ -413,8 +413,8 @@ def join(rows: Sequence[Any], collation: Collation) -> Any:
     if not rows:
         raise CollationError("there are no rows to join; give one or more")
     first = make_row(rows[0], collation)
-    # Of the other rows only the leaves are kept: the garbage collector stops all threads while it
-    # visits a hundred thousand rows with everything that describes them.
+    # Only the leaves of the other rows are kept: the garbage collector stops all threads while it
+    # visits a hundred thousand complete rows.
     leaves = [first.leaves]
     for value in rows[1:]:
         row = make_row(value, collation)

@@ -27,8 +27,8 @@ PATIENCE: Final = 2.0
 # Target of the backlog in seconds without a `max_latency`: a delay that a person notices, and no
 # longer than the fastest start of a worker.
 DEFAULT_TARGET: Final = 1.0
-# With a `max_latency` the target is this share of it: admission rejects what would take longer, so
-# that the backlog cannot reach all of it.
+# Target of the backlog as a share of `max_latency`. It is below 1, because admission rejects
+# requests that would take longer: the backlog cannot reach all of `max_latency`.
 SHARE_OF_LATENCY: Final = 0.5
 # The target is at least the time of this many full batches: a busy worker has one batch that runs
 # and one behind it, also if nothing waits in the queue.

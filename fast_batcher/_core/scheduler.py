@@ -274,7 +274,7 @@ class Admission:
             return self._times.seconds_until_answered(backlog, ahead, request.cost)
 
         if len(levels) == 1 and not self._times.has_costs:
-            # Of equal requests the last one waits longest. This saves 2 us for each of the others.
+            # The last of equal requests waits longest. This saves 2 us for each of the others.
             slowest = now + predict(requests[-1], len(requests) - 1)
             if slowest <= min(map(target_of, requests)):
                 return requests, []

@@ -302,7 +302,7 @@ UNJUDGED = 12
 WEIGHTS_LIFE = 32
 # Rounds of the solver. It starts from the last weights, and most solutions take fewer than ten.
 MOST_ROUNDS = 100
-# Of the solver: the largest change of a term that ends it, as a share of the seconds.
+# The solver ends when no term changes by more than this share of the seconds.
 TOLERANCE = 1e-3
 # The order in which the solver explains times: by padded work first, because without evidence a
 # batch has no fixed cost (see `_read`).

@@ -72,7 +72,7 @@ MOVES: Final[dict[tuple[State, Event], State]] = {
     (State.BROKEN, Event.CLOSE): State.CLOSED,
     # An app is started once per test: `with TestClient(app)` runs its lifespan each time.
     (State.CLOSED, Event.OPEN): State.OPENING,
-    # Of a batcher that its first call has opened: the first call of the next test opens it again.
+    # A batcher that its first call opened is opened again by the first call of the next test.
     (State.CLOSED, Event.TEST_ENDED): State.NEW,
 }
 
@@ -91,10 +91,10 @@ class Limits:
     # Most requests waiting, and most bytes of them together.
     max_queue_size: int
     max_queue_bytes: int | None = None
-    # From arrival to deadline, for callers that name none. A worker that has run a batch for this
-    # time, and for whose batch no caller waits, counts as stalled.
+    # Seconds from arrival to deadline, for callers that name none. A worker counts as stalled if it
+    # has run a batch for this time and no caller waits for the batch.
     timeout: float | None = None
-    # From arrival to target: see `Admission`.
+    # Seconds from arrival to target: see `Admission`.
     max_latency: float | None = None
     # Longest run of a batch; then its worker is replaced.
     infer_timeout: float | None = None
@@ -301,7 +301,7 @@ class Batch:
     left_waiting: int = 0
     # The index of its worker, which outlives the worker: replacements have the same.
     worker_index: int = 0
-    # Until this moment a batch that is tried again is divided if `infer` raises for it.
+    # Time from which the batch is not divided if `infer` raises; infinite before it has raised.
     isolate_until: float = inf
     # The event of its dispatch, None if no observer follows batches. The shell sets it.
     dispatched: Any = None
@@ -343,7 +343,7 @@ class RetryGroup(NamedTuple):
     """Requests that are tried again as one batch."""
 
     requests: list[Request]
-    # Until this moment they are divided if `infer` raises for them.
+    # Time from which the batch is not divided if `infer` raises.
     isolate_until: float
 
 

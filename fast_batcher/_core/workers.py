@@ -72,7 +72,7 @@ class WorkerTable:
         self._infer_timeout = or_infinite(limits.infer_timeout)
         self._batches_per_worker = limits.batches_per_worker
         self._is_stepped = limits.is_stepped
-        # By the worker's number.
+        # Workers, by their number.
         self.slots: dict[int, WorkerSlot] = {}
         # Batches on workers, by id.
         self.batches: dict[int, Batch] = {}

@@ -79,7 +79,7 @@ class Call:
     caller: Any
     # Number of items without an output.
     missing: int
-    # By position.
+    # Outputs, by the position of their inputs.
     outputs: list[Any]
     has_failed: bool = False
 
@@ -649,11 +649,11 @@ class FunctionThread(threading.Thread):
 def _compute_on_thread(session: FunctionSession, batch: Batch, runner: asyncio.Runner) -> None:
     started = monotonic()
     try:
-        # In this frame, which `settle` removes from the traceback.
+        # The call is made in this frame, which `settle` removes from the traceback.
         with session.around(batch):
             result = session.function.call([request.value for request in batch.requests])
             if inspect.isawaitable(result):
-                # By default the runner keeps the context of its first batch.
+                # The runner would reuse the context of its first batch.
                 result, raised = runner.run(_catch(result), context=copy_context())
                 if raised is not None:
                     raise raised  # noqa: TRY301  for the frames that the error refers to
@@ -695,7 +695,7 @@ class FunctionTask:
         """Compute a batch soon."""
         self._next = batch
         assert self._session.loop is not None, "or a thread would compute"
-        # In an empty context: the batch must not see the context variables of its first caller.
+        # The context is empty: the batch must not see the context variables of its first caller.
         task = Context().run(self._session.loop.create_task, self._compute(batch))
         task.add_done_callback(self._end, context=Context())
         self._task = task
@@ -716,7 +716,7 @@ class FunctionTask:
         running_batch.set(running)
         started = monotonic()
         try:
-            # In this frame, which `settle` removes from the traceback.
+            # The call is made in this frame, which `settle` removes from the traceback.
             with session.around(batch):
                 result = session.function.call([request.value for request in batch.requests])
                 if inspect.isawaitable(result):

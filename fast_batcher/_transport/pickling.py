@@ -182,7 +182,7 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
         rebuild(*loads(pickled))
     except BaseException:  # noqa: BLE001  pickling and rebuilding run the user's code
         return None
-    # Of a longer exception only the shortened text is sent.
+    # A longer exception is sent as its shortened text.
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
 
 
@@ -331,7 +331,7 @@ class _Pickled:
         self._least = least
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
-        # For each value the number of chunks and of buffers up to its end.
+        # Number of chunks and of buffers up to the end of each value.
         self._ends: list[tuple[int, int]] = []
         # Total bytes of large buffers.
         self._large = 0

@@ -126,7 +126,7 @@ class _Sweeper:
 
     def _start_timer(self, since: float) -> None:
         self._has_timer = True
-        # In an empty context: otherwise the timer would keep a request's context alive.
+        # The context is empty: otherwise the timer would keep a request's context alive.
         context = contextvars.Context()
         loop = asyncio.get_running_loop()
         loop.call_at(since + UNWATCHED, self._sweep, context=context)

@@ -128,14 +128,14 @@ class Recorder(Observer):
     ) -> None:
         self._batcher = batcher
         self._recycles = recycles
-        # Without the events, which another server process gets, the shared counts are followed:
-        # `_counted` has those of the last sample.
+        # Counts at the last sample. Where another server process gets the events, this one follows
+        # the shared counts instead.
         self._counted = batcher.stats
         self._follows = not self._counted.is_reporter
         self._timer: asyncio.TimerHandle | None = None
         self.slots: deque[Slot] = deque(maxlen=SLOTS)
         self._first = int(monotonic() // SLOT_SECONDS)
-        # By the index of the worker.
+        # Seats, by the index of their worker.
         self.seats: dict[int, Seat] = {index: Seat() for index in range(num_workers)}
         # Moments at which workers were lost; more than this in five minutes is as bad.
         self.losses: deque[float] = deque(maxlen=100)
