@@ -688,11 +688,11 @@ def warn_about_workers(settings: Settings) -> None:
 
 # Suggestions of known names for misspelt ones.
 
-# Similarity ratios of `difflib`. `max_dealy` and `max_batch_len` reach 0.89 with the intended name;
-# `batch_timeout` and `start_timeout`, which mean different things, 0.77.
+# Similarity ratios of `difflib`. "max_dealy" and "max_batch_len" reach 0.89 with the intended name;
+# "batch_timeout" and "start_timeout", which mean different things, 0.77.
 TYPO = 0.85
 SIMILAR = 0.7
-# `warm_up_inputs` reaches 0.96 with `warmup_inputs`; `clone`, another name, 0.8 with `close`.
+# "warm_up_inputs" reaches 0.96 with "warmup_inputs"; "clone", another name, 0.8 with "close".
 HOOK_TYPO = 0.85
 
 _UNITS = {"s", "sec", "seconds", "ms", "millis", "milliseconds", "us", "microseconds"}

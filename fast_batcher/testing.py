@@ -7,7 +7,7 @@
 While a kit is active, the batchers that open compute on threads of this process. The scheduler, the
 policies, the deadlines, the errors, and the pickling of inputs and outputs are the same as in
 production. No process is started, so tests are fast, `breakpoint()` works in `infer`, coverage
-measures it, and `monkeypatch` can patch it.
+measures it, and pytest's monkeypatch can patch it.
 
 See docs/testing.md.
 """
