@@ -147,8 +147,8 @@ class Explanation:
         return (
             f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "
             f"requests per second{load}; the workers were busy for {self.busy:.0%} of the time. "
-            f"Batches hold {self.mean_batch_size:.3g} requests on average; those of "
-            f"{self.cause_share:.0%} of the requests were no larger because "
+            f"The average batch has {self.mean_batch_size:.3g} requests. "
+            f"For {self.cause_share:.0%} of the requests, batches were not larger because "
             f"{_SENTENCES[self.cause]}. "
             f"Advice: {self.advice}."
         )
