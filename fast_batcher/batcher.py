@@ -228,7 +228,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None
-        # What takes its calls: the session, or the cache before it.
+        # Receiver of the calls: the session, or the cache before it.
         self._calls: Session | SingleFlight | None = None
         # Whether a call has opened it, and nothing else.
         self._was_opened_by_call = False

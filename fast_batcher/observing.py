@@ -24,7 +24,7 @@ class BatchDispatched:
     Events are compared by identity: the event that ends the batch refers to this object.
     """
 
-    # As in `BatchAnswered`.
+    # These fields have the same meaning in `BatchAnswered`.
     model: str
     worker: int
     batch_id: int

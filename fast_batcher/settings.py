@@ -93,7 +93,7 @@ class RemoteWorkers:
 class Range:
     """The values of an option, besides None."""
 
-    # Their description for people, without the unit.
+    # Description of the values for people, without the unit.
     text: str
     # Takes the option's name and a value; raises ConfigurationError if the value is another.
     check: Callable[[str, Any], None]
@@ -157,7 +157,7 @@ def _check_num_workers(name: str, value: Any) -> None:
     if not isinstance(value, tuple):
         WORKERS.check(name, value)
         return
-    # Not compared before both are known to be numbers.
+    # Both must be numbers before they are compared.
     are_counts = all(isinstance(count, int) and not isinstance(count, bool) for count in value)
     if not are_counts or len(value) != 2 or not 1 <= value[0] <= value[1] <= MAX_WORKERS:
         raise ConfigurationError(
@@ -360,7 +360,7 @@ class Settings:
         SECONDS_OR_ZERO,
         "Time that a worker may take to end by itself; then it is terminated, and later killed.",
     ] = 2.0
-    # Below the 30 s that Kubernetes gives a pod.
+    # The default is below the 30 s that Kubernetes gives a pod.
     drain_timeout: Annotated[
         float,
         SECONDS_OR_ZERO,

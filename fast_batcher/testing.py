@@ -125,7 +125,7 @@ class BatcherKit:
         """Close the batchers that are still open, and serve no more."""
         session_makers.remove(self._make_session)
         self._hold_until(0)
-        # One that cannot be closed does not keep the others open.
+        # An error of one batcher does not keep the others open.
         with ExitStack() as ends:
             for batcher, _session in self._list_open():
                 ends.callback(batcher._end_test)  # noqa: SLF001  part of the library

@@ -162,7 +162,7 @@ def _fits(value: PadValue, library: str, dtype: Any) -> bool:
     # Python's numbers: compared to a NumPy number, the value would first be cast to its dtype.
     if kind in "fc":
         least, most = float(limits.finfo(dtype).min), float(limits.finfo(dtype).max)
-        # Not `isfinite`, which cannot take an int of any size.
+        # The comparison takes an int of any size, `isfinite` does not.
         return all(
             least <= part <= most or part != part or part in (math.inf, -math.inf)
             for part in (value.real, value.imag)
@@ -483,7 +483,7 @@ def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
     if reading == "rows":
         return True
     if reading == "several":
-        # As `join` makes it of texts.
+        # `join` makes such a list of texts.
         return type(value) is list and bool(value) and all(map(is_plain, value))
     if any(entry is not None for entry in value) and all(
         _may_be_batch(entry, dim) for entry in value

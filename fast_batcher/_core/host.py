@@ -183,7 +183,7 @@ class Reporting:
         # The moment of the first state that each process has not acknowledged; infinite without
         # one. In the order of joining.
         self._unread_since: dict[int, float] = {}
-        # None without a process.
+        # The process that reports; None without a process.
         self.reporter: int | None = None
 
     def joined(self, tenant: int) -> None:

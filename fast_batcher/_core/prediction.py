@@ -93,7 +93,7 @@ class Method:
 
     def __init__(self, name: str, own_size: int | None, batcher_size: int) -> None:
         self.name = name
-        # Its own `max_batch_size`, None for the batcher's.
+        # The `max_batch_size` of the method; None for the batcher's.
         self._own_size = own_size
         self.size_cap = SizeCap(own_size or batcher_size)
         # Seconds of its batches by their size.

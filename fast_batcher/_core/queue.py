@@ -23,7 +23,7 @@ from fast_batcher._core.service_model import (
 )
 from fast_batcher._core.values import Group, Request, settle
 
-# Below this number of dead entries a sweep costs more than the memory is worth.
+# A sweep of fewer dead entries costs more than their memory is worth.
 MIN_DEAD_ENTRIES = 64
 
 _is_settled, _cost_of = attrgetter("is_settled"), attrgetter("cost")

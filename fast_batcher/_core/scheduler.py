@@ -389,7 +389,7 @@ class DeadlineBatches:
         while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
             if len(requests) == queue.size:
                 return self._choose_of_last(start, queue, requests)
-            # Others can run in their place.
+            # Other requests can run in the place of these.
             self._drop(queue, [request for request in requests if target_of(request) < finish])
             requests = self._next(queue)
         return requests, False
@@ -485,7 +485,7 @@ class Scheduler:
     @property
     def next_expiry(self) -> float:
         """Lower bound of the next expiry; before it `poll` need not be called for expiries."""
-        # Not `min`, which takes 0.07 us; here and below.
+        # A comparison is faster than `min`, which takes 0.07 us; here and below.
         waiting, running = self._next_expiry, self.workers.next_expiry
         return waiting if waiting < running else running
 

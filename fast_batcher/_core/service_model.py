@@ -160,7 +160,7 @@ class ServiceModel:
         """Return the 95 % quantile of the seconds of this size; only if `is_known`."""
         if self._high is None:
             self._high = self._line(attrgetter("high"))
-        # Where little has been seen, the two lines may cross.
+        # The two lines may cross at sizes with few observations.
         return max(_read(self._high, size), self.median(size))
 
     def points(self) -> list[tuple[float, float, float]]:

@@ -186,8 +186,8 @@ RETRYING: Final = 3
 class Request:
     """Input of one call, with its deadline, cost and phase, from the queue to the answer."""
 
-    # One is made for each call, so what most requests never need is a default of the class, and
-    # lies in the dict of the requests that need it.
+    # Each call makes a request, so fields that most requests never need are defaults of the class,
+    # and lie in the dict of the requests that need them.
     __slots__ = (
         "__dict__",
         "__weakref__",

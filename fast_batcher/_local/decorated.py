@@ -389,7 +389,7 @@ class Decorated:
                 batcher = plan.make_batcher(plan.user_function.call)
         self._plan = plan
         self._binding = binding
-        # None for a class method that is not bound.
+        # The batcher of the function itself; None for a class method that is not bound.
         self._own_batcher = batcher
 
     def __get__(self, instance: Any, owner: type | None = None) -> Self:

@@ -364,7 +364,7 @@ class FunctionSession:
         loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         self.function = function
-        # Where the batches are computed; None for a thread.
+        # The event loop that computes the batches; None for a thread.
         self.loop = loop
         self._ledger = ledger
         self._contexts = BatchContexts()
@@ -406,7 +406,7 @@ class FunctionSession:
         rejected: list[tuple[list[Request], int]] = []
         with self._lock:
             if max(map(len, calls)) > self._settings.ranks_above:
-                # Only when the first such call comes: a ranked queue costs every request some
+                # The queue is ranked from the first such call on: ranks cost every request some
                 # microseconds.
                 self._scheduler.rank_requests()
             waiting = self._scheduler.queue.size
@@ -604,7 +604,7 @@ class FunctionThread(threading.Thread):
 
     def __init__(self, session: FunctionSession) -> None:
         super().__init__(name=f"fast_batcher {session.function.name}", daemon=True)
-        # None after the end, to break the reference cycle with the session.
+        # The session; None after the end, to break the reference cycle with it.
         self._session: FunctionSession | None = session
         # `SimpleQueue.put` is reentrant: a finalizer may call `stop` between any two instructions.
         self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
@@ -758,7 +758,7 @@ def _end_threads() -> None:
     """End the threads of all functions and wait for them."""
     global _is_exiting
     _is_exiting = True
-    # Not through the batchers: the thread of a batcher that was collected may still compute.
+    # Batchers do not list all threads: the thread of a collected batcher may still compute.
     threads = [thread for thread in threading.enumerate() if isinstance(thread, FunctionThread)]
     for thread in threads:
         thread.end()

@@ -363,7 +363,7 @@ class Reservation:
     __slots__ = ("frames",)
 
     def __init__(self) -> None:
-        # None until `fill`.
+        # The frames; None until `fill`.
         self.frames: Frames | None = None
 
 

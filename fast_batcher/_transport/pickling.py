@@ -351,7 +351,7 @@ class _Pickled:
 
         Buffers go into the stream until the large ones together are worth sharing.
         """
-        # Not the PickleBuffer itself: in a reference cycle with its object, CPython 3.11 crashes.
+        # The raw buffer is kept: CPython 3.11 crashes if a PickleBuffer is in a reference cycle.
         raw = buffer.raw()
         if raw.nbytes < self._least:
             return True
@@ -385,7 +385,7 @@ class _Pickled:
 class _Reducers(dict[type, Any]):
     """Dispatch table of a pickler: our reducers, and those registered with `copyreg`."""
 
-    # Not a Python function: it is called for each object of a type that is not built in.
+    # A built-in method is fast: it is called for each object of a type that is not built in.
     __missing__ = copyreg.dispatch_table.__getitem__
 
 

@@ -96,7 +96,7 @@ class EndedByDisconnect:
 
     async def _wait(self) -> None:
         try:
-            # Behind a BaseHTTPMiddleware `request.is_disconnected()` would never return True.
+            # `request.is_disconnected()` would never return True behind a BaseHTTPMiddleware.
             while (await self._receive())["type"] != "http.disconnect":
                 pass  # the rest of a body that the endpoint has not read
             self._reason = client_has_gone()

@@ -131,8 +131,8 @@ ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
     errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
     errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),
     errors.WorkerError: HttpAnswer(503, "worker_failed"),
-    # Its message carries the traceback of the model's constructor. The model is not loaded again
-    # until the batcher is opened again.
+    # The error's message carries the traceback of the model's constructor. The model is not loaded
+    # again until the batcher is opened again.
     errors.WorkerStartupError: HttpAnswer(
         503, "worker_startup_failed", "the model did not load", may_pass_later=False
     ),

@@ -56,7 +56,7 @@ def quantiles(counts: Counter[int]) -> Quantiles:
 class Slot:
     """Counts of events within five seconds, or their sums over several slots."""
 
-    # Its moment in units of `SLOT_SECONDS`.
+    # Moment of the slot, in units of `SLOT_SECONDS`.
     number: int = 0
     # Durations in buckets: of requests until their worker began, of batches in the model, and of
     # requests until they were answered.
@@ -206,7 +206,7 @@ class Recorder(Observer):
     def worker_changed(self, event: WorkerChanged) -> None:
         """Note which process a worker has, and how the one before it ended."""
         seat, now = self._find_seat(event), monotonic()
-        # Beside a worker that is ready, another is started to take its place: it is recycled.
+        # A worker that starts while the seat is ready replaces the present one, which is recycled.
         if event.change == "started" and (
             seat.state != "ready" or self._batcher.state == "opening"
         ):
