@@ -15,11 +15,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that run side by side, on two cores: they wait for processes a third of the time.
 JOBS ?= 3
 
-.PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish docs dist clean
+.PHONY: help install fix check test check-docs test-oldest test-fast cov demo bench-setup bench bench-all soak publish docs dist clean
 
 help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched: a table, a picture'
-	@echo 'make test         formatting, lint and every test'
+	@echo 'make test         formatting, lint, types, and the tests of the code'
+	@echo 'make check-docs   the tests of README, docs, docker, deploy and the site'
 	@echo 'make test-oldest  the tests of the FastAPI integration with the oldest version supported'
 	@echo 'make test-fast    the tests without processes and servers, in half a minute'
 	@echo 'make fix          format and mend what can be mended'
@@ -70,7 +71,11 @@ check: install
 
 # Neighbours stay together, so that what a module's tests share is made once and not once per job.
 test: check
-	$(PYTEST) --numprocesses $(JOBS) --dist worksteal
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal --ignore tests/documents
+
+# A change of the code can break a document too: CI runs both.
+check-docs: install
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal tests/documents
 
 # Old versions use what newer ones of their own requirements warn about.
 test-oldest: .venv-oldest/installed

@@ -4,7 +4,7 @@ import sys
 
 
 def run_command() -> None:
-    """Run the command; it needs the packages of the extra `cli`."""
+    """Run the command; it needs the packages of `fast_batcher[cli]`."""
     try:
         from fast_batcher._cli.main import app
     except ModuleNotFoundError as missing:

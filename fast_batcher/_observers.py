@@ -33,7 +33,7 @@ from fast_batcher.observing import (
 logger = logging.getLogger("fast_batcher")
 
 
-# Of a batch for which no observer has given a context manager.
+# The context manager of a batch for which no observer has given one.
 NO_CONTEXTS = nullcontext()
 
 

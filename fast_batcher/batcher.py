@@ -31,7 +31,7 @@ from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, cast,
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
-from fast_batcher._core.values import Event, Request, State
+from fast_batcher._core.values import STATE_OPEN, Event, Request, State
 from fast_batcher._devices import CoreClaim
 from fast_batcher._process import frozen
 from fast_batcher._session.cache import SingleFlight
@@ -85,9 +85,6 @@ from fast_batcher.settings import (
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger: logging.Logger = logging.getLogger("fast_batcher")
-
-# On Python 3.11 a member of an enumeration costs as much as a call.
-_OPEN = State.OPEN
 
 # The test kits that are active (`fast_batcher.testing`): the last one makes the sessions.
 session_makers: list[
@@ -231,7 +228,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None
-        # What takes its calls: the session, or the cache before it.
+        # Receiver of the calls: the session, or the cache before it.
         self._calls: Session | SingleFlight | None = None
         # Whether a call has opened it, and nothing else.
         self._was_opened_by_call = False
@@ -297,7 +294,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         cannot be resized, and an array must not be resized with `refcheck=False`.
         """
         calls = self._calls
-        if calls is None or self._status.state is not _OPEN:
+        if calls is None or self._status.state is not STATE_OPEN:
             calls = self._find_calls()
         binding = calls.binding
         if binding.thread != get_ident() or not binding.loop.is_running():
@@ -978,7 +975,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Open a broken batcher with another model, which it keeps if it can load it."""
         model, counters = self._model, self._ledger.counters
         before = model.spec, counters.generation
-        # Before the opening: a host gives the other processes the model of the last generation.
+        # The generation changes before the batcher opens: a host gives other processes its model.
         model.spec = spec
         counters.generation += 1
         try:

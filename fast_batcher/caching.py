@@ -128,7 +128,7 @@ def hash_input(value: Any) -> str:
     """
     file = _HashingFile()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    # Without a memo: otherwise ["a", "a"] would depend on whether both are the same object.
+    # The pickler has no memo: with one, the key of ["a", "a"] would depend on object identity.
     pickler.fast = True
     pickler.dispatch_table = make_reducers(find_torch())
     pickler.dump(value)

@@ -31,7 +31,7 @@ logger: logging.Logger = logging.getLogger("fast_batcher")
 
 PREFIX = "FAST_BATCHER_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-# Between the name of a batcher and that of an option.
+# Separates the name of a batcher from the name of an option.
 SEPARATOR = "__"
 # The table of a file that has one table for each batcher.
 TABLE = "batchers"

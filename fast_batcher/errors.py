@@ -177,7 +177,7 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a model ran out of memory, so that a smaller batch may succeed."""
-    # By name, so that torch need not be installed: torch.OutOfMemoryError.
+    # `torch.OutOfMemoryError` is found by its name, so that torch need not be installed.
     names = {kind.__name__ for kind in type(error).__mro__}
     return (
         is_kind(error, MemoryError)
@@ -316,7 +316,7 @@ def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any])
 
 
 def _builtin_base(kind: type[BaseException]) -> Any:
-    # By identity: a combined class has the module and the name of its original.
+    # Names cannot tell classes apart: a combined class has the module and name of its original.
     return next(base for base in kind.__mro__ if vars(builtins).get(base.__name__) is base)
 
 

@@ -24,7 +24,7 @@ class BatchDispatched:
     Events are compared by identity: the event that ends the batch refers to this object.
     """
 
-    # As in `BatchAnswered`.
+    # These fields have the same meaning in `BatchAnswered`.
     model: str
     worker: int
     batch_id: int
@@ -42,7 +42,7 @@ class BatchLost:
     """A batch has ended without an answer; its requests may be tried again in other batches."""
 
     dispatched: BatchDispatched
-    # For example "worker lost", "not sendable", "closed".
+    # The cause, for example "worker lost", "not sendable", "closed".
     reason: str
 
 
@@ -98,7 +98,7 @@ class RequestEnded:
 
     model: str
     outcome: Outcome
-    # For example "queue full", "waiting", "running", "worker lost".
+    # The cause, for example "queue full", "waiting", "running", "worker lost".
     reason: str
     # Seconds since its arrival; 0.0 if it was rejected on arrival.
     wait: float
@@ -111,9 +111,9 @@ class WorkerChanged:
 
     model: str
     worker: int
-    # After "ready" a worker that replaces a lost or recycled worker is "restarted", too:
-    # `BatcherStats.restarts` counts these. Before "lost" a worker is "recycled" if another has
-    # taken its place, and "removed" if there are to be fewer workers.
+    # A worker that replaces a lost or recycled worker is "restarted" after it is "ready":
+    # `BatcherStats.restarts` counts these. A worker is "recycled" before it is "lost" if another
+    # has taken its place, and "removed" if the number of workers is reduced.
     change: WorkerChange
     # Id of its process; None for a worker without a process.
     pid: int | None

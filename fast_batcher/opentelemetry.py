@@ -106,7 +106,7 @@ class _Traced:
     """The span of a batch that runs, with the spans of its sampled callers."""
 
     span: Span
-    # By the id of the caller's context, which the event of the batch's dispatch keeps alive.
+    # Spans, by the id of the caller's context, which the event of the dispatch keeps alive.
     callers: dict[int, Span]
     # Nanoseconds to add to a moment of the monotonic clock. One number for all spans of a batch, so
     # that a step of the wall clock cannot put them into another order.

@@ -230,7 +230,7 @@ class PrometheusObserver(Observer):
         self._batcher = batcher
         self._metrics = metrics
         self._timer: asyncio.Handle | None = None
-        # What this batcher has added to the gauges, and the late errors that were counted.
+        # This batcher's part of the gauges, and its late errors that are counted already.
         self._shown = [0.0] * len(Figures())
         self._late_errors = 0
 
@@ -291,7 +291,7 @@ class PrometheusObserver(Observer):
             self._refresh()
 
     def _refresh_each_second(self) -> None:
-        # Not when Prometheus asks: in multiprocess mode it asks one of the processes for all.
+        # A timer does this, not the scrape: in multiprocess mode a scrape reaches one process only.
         self._timer = None
         # First, because an error of a metric must not end the timer.
         if self._batcher.state != "closed":
@@ -310,7 +310,7 @@ class PrometheusObserver(Observer):
                 stats.workers_ready,
                 0 if is_ending else stats.num_workers,
                 stats.running,
-                # In steps of 1 / 1024: the sum of such changes is exact.
+                # The gauge changes in steps of 1 / 1024, because sums of such steps are exact.
                 round(1024 * (stats.backlog or 0.0)) / 1024,
             )
         for index, (gauge, value) in enumerate(zip(self._series.gauges, values, strict=True)):

@@ -51,7 +51,7 @@ def _find_scope(fixture_name: str, config: pytest.Config) -> Any:
 @pytest.fixture(scope=_find_scope)
 def batcher_kit(pytestconfig: pytest.Config) -> "Iterator[BatcherKit]":
     """A `fast_batcher.testing.BatcherKit` that serves the batchers that open in the test."""
-    # Not before a test needs it: coverage begins to measure after the plugins were loaded.
+    # The import waits for a test: coverage begins to measure after the plugins were loaded.
     from fast_batcher.testing import BatcherKit
 
     workers = pytestconfig.getoption("--batcher-workers")

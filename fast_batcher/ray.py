@@ -57,7 +57,7 @@ class RayWorkers(RemoteWorkers):
         num_gpus: GPUs that Ray reserves for each actor, the only ones it sees; may be a fraction.
         resources: Amounts of custom resources that Ray reserves for each.
         scheduling_strategy: As in Ray: "DEFAULT", "SPREAD", or an object of Ray's.
-        runtime_env: As in Ray: `working_dir`, `py_modules`, `pip`, `env_vars` and others. It brings
+        runtime_env: As in Ray: "working_dir", "py_modules", "pip", "env_vars" and others. It brings
             the model's module to the other nodes.
         address: Address of the cluster; "auto" for the one that this machine belongs to. None for
             the environment variable `RAY_ADDRESS`, or "auto".

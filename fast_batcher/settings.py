@@ -93,7 +93,7 @@ class RemoteWorkers:
 class Range:
     """The values of an option, besides None."""
 
-    # Their description for people, without the unit.
+    # Description of the values for people, without the unit.
     text: str
     # Takes the option's name and a value; raises ConfigurationError if the value is another.
     check: Callable[[str, Any], None]
@@ -157,7 +157,7 @@ def _check_num_workers(name: str, value: Any) -> None:
     if not isinstance(value, tuple):
         WORKERS.check(name, value)
         return
-    # Not compared before both are known to be numbers.
+    # Both must be numbers before they are compared.
     are_counts = all(isinstance(count, int) and not isinstance(count, bool) for count in value)
     if not are_counts or len(value) != 2 or not 1 <= value[0] <= value[1] <= MAX_WORKERS:
         raise ConfigurationError(
@@ -351,7 +351,7 @@ class Settings:
         FUNCTION,
         "Key of an input; only inputs with equal keys share a batch.",
     ] = None
-    # From here on the options of `BatcherOptions`.
+    # The options of `BatcherOptions` begin here.
     start_timeout: Annotated[
         float, SECONDS, "Time that a worker may take to load the model; then it is killed."
     ] = 300.0
@@ -360,7 +360,7 @@ class Settings:
         SECONDS_OR_ZERO,
         "Time that a worker may take to end by itself; then it is terminated, and later killed.",
     ] = 2.0
-    # Below the 30 s that Kubernetes gives a pod.
+    # The default is below the 30 s that Kubernetes gives a pod.
     drain_timeout: Annotated[
         float,
         SECONDS_OR_ZERO,
@@ -390,7 +390,7 @@ class Settings:
         "Resident memory from which a worker is replaced.",
     ] = None
     max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
-    # At least room for an error with its text and traceback (64 Ki characters each).
+    # The minimum leaves room for an error with text and traceback (64 Ki characters each).
     max_frame_bytes: Annotated[
         int, whole(2**20, unit="bytes"), "Largest message to or from a worker."
     ] = MAX_FRAME_BYTES
@@ -429,7 +429,7 @@ class Settings:
     shared_version: Annotated[
         str | None, LABEL, "Text that tells apart processes that must not share."
     ] = None
-    # After the checks a list of names, and `num_workers` the workers on them.
+    # The checks replace it by a list of names, and `num_workers` by the workers on these devices.
     devices: Annotated[
         str | Sequence[str] | None,
         Range('`"auto"`, a device, or a list of devices', check_devices),
@@ -540,7 +540,7 @@ class Settings:
         """Most waiting requests: `max_queue_size`, or by default room for batches per worker."""
         if self.max_queue_size is not None:
             return self.max_queue_size
-        # With a range the queue has to last until further workers are ready.
+        # The queue of a scaling range has to last until further workers are ready.
         room = QUEUED_BATCHES_PER_WORKER * self.max_batch_size * self.most_workers
         return max(MIN_QUEUE_SIZE, room)
 
@@ -610,7 +610,7 @@ def _list_options() -> Iterator[Option]:
         )
 
 
-# By the annotation of a field.
+# Types that a text may stand for, by the annotation of a field.
 _TYPES_OF_TEXTS: dict[Any, type] = {
     **{kind: kind for kind in (int, float, bool, str)},
     PolicyName: str,
@@ -686,8 +686,8 @@ def warn_about_workers(settings: Settings) -> None:
         )
 
 
-# Least similarity of a suggestion, by `difflib`. `batch_size` reaches 0.833 with `max_batch_size`;
-# `timeout_ms`, which means another time, 0.824 with `timeout`.
+# Least similarity of a suggestion, by `difflib`. "batch_size" reaches 0.833 with "max_batch_size";
+# "timeout_ms", which means another time, 0.824 with "timeout".
 CLOSE = 0.83
 
 

@@ -52,8 +52,8 @@ class BatcherStats:
     queue_wait_p95: float | None
     infer_p50: float | None
     infer_p95: float | None
-    # With a `cache`: calls whose output was in it, and was not; and calls that joined the look-up
-    # or the computation of an equal input, which do not count as either. A hit is no request.
+    # Calls whose output was in the `cache`, and calls whose output was not; and calls that joined
+    # the look-up or computation of an equal input, which count as neither. A hit is no request.
     cache_hits: int = 0
     cache_misses: int = 0
     cache_coalesced: int = 0
@@ -147,8 +147,8 @@ class Explanation:
         return (
             f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "
             f"requests per second{load}; the workers were busy for {self.busy:.0%} of the time. "
-            f"Batches hold {self.mean_batch_size:.3g} requests on average; those of "
-            f"{self.cause_share:.0%} of the requests were no larger because "
+            f"The average batch has {self.mean_batch_size:.3g} requests. "
+            f"For {self.cause_share:.0%} of the requests, batches were not larger because "
             f"{_SENTENCES[self.cause]}. "
             f"Advice: {self.advice}."
         )

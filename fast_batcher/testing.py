@@ -7,7 +7,7 @@
 While a kit is active, the batchers that open compute on threads of this process. The scheduler, the
 policies, the deadlines, the errors, and the pickling of inputs and outputs are the same as in
 production. No process is started, so tests are fast, `breakpoint()` works in `infer`, coverage
-measures it, and `monkeypatch` can patch it.
+measures it, and pytest's monkeypatch can patch it.
 
 See docs/testing.md.
 """
@@ -128,7 +128,7 @@ class BatcherKit:
         """Close the batchers that are still open, and serve no more."""
         session_makers.remove(self._make_session)
         self._hold_until(0)
-        # One that cannot be closed does not keep the others open.
+        # An error of one batcher does not keep the others open.
         with ExitStack() as ends:
             for batcher, _session in self._list_open():
                 ends.callback(batcher._end_test)  # noqa: SLF001  part of the library

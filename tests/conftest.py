@@ -8,6 +8,7 @@ import gc
 import os
 import resource
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -243,8 +244,22 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what was measured beside its bound."""
+    """Print the cost of each folder of tests, and measured times beside their bounds."""
+    terminalreporter.section("seconds by folder, summed over the processes")
+    for folder, total in sorted(_costs(terminalreporter).items(), key=lambda one: -one[1]):
+        terminalreporter.write_line(f"{total:8.1f} s  {folder}")
     if MEASURED:
         terminalreporter.section("measured, and the figures of an idle machine")
     for what, seconds, figure in sorted(MEASURED, key=lambda one: (one[0], one[1])):
         terminalreporter.write_line(f"{1000 * seconds:8.1f} ms of {1000 * figure:5.0f} ms  {what}")
+
+
+def _costs(terminalreporter: Any) -> dict[str, float]:
+    """Return the seconds of set-up, calls and teardown of each folder of tests."""
+    costs: defaultdict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                path = Path(report.nodeid.partition("::")[0])
+                costs[path.parent.as_posix()] += report.duration
+    return costs

@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-# Files outside docs/ that are pages of the site, if the repository has them.
+# Files outside docs/ that are pages or pictures of the site, if the repository has them.
 OUTSIDE = {
     name: page
     for name, page in {
@@ -21,6 +21,7 @@ OUTSIDE = {
         "CONTRIBUTING.md": "project/contributing.md",
         "SECURITY.md": "project/security.md",
         "benchmarks/README.md": "project/benchmarks.md",
+        "benchmarks/results/gpu.png": "images/gpu.png",
     }.items()
     if (ROOT / name).exists()
 }
@@ -35,7 +36,7 @@ DRAWING = re.compile(r'<img alt="([^"]*)" src="[^"]*images/(drawn_\w+\.svg)" ?/?
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from outside docs/."""
+    """Add the files from outside docs/."""
     for name, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     return files

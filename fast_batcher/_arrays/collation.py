@@ -22,7 +22,7 @@ class Padding:
     """Rules that fill features of unequal lengths up to one length; made by `Collation.pad`."""
 
     value: PadValue | None
-    # By feature.
+    # Pad values of single features, by name.
     values: Mapping[str, PadValue]
     side: Side
     sides: Mapping[str, Side]

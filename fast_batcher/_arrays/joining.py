@@ -163,7 +163,7 @@ def _fits(value: PadValue, library: str, dtype: Any) -> bool:
     # Python's numbers: compared to a NumPy number, the value would first be cast to its dtype.
     if kind in "fc":
         least, most = float(limits.finfo(dtype).min), float(limits.finfo(dtype).max)
-        # Not `isfinite`, which cannot take an int of any size.
+        # The comparison takes an int of any size, `isfinite` does not.
         return all(
             least <= part <= most or part != part or part in (math.inf, -math.inf)
             for part in (value.real, value.imag)
@@ -414,8 +414,8 @@ def join(rows: Sequence[Any], collation: Collation) -> Any:
     if not rows:
         raise CollationError("there are no rows to join; give one or more")
     first = make_row(rows[0], collation)
-    # Of the other rows only the leaves are kept: the garbage collector stops all threads while it
-    # visits a hundred thousand rows with everything that describes them.
+    # Only the leaves of the other rows are kept: the garbage collector stops all threads while it
+    # visits a hundred thousand complete rows.
     leaves = [first.leaves]
     for value in rows[1:]:
         row = make_row(value, collation)
@@ -484,7 +484,7 @@ def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
     if reading == "rows":
         return True
     if reading == "several":
-        # As `join` makes it of texts.
+        # `join` makes such a list of texts.
         return type(value) is list and bool(value) and all(map(is_plain, value))
     if any(entry is not None for entry in value) and all(
         _may_be_batch(entry, dim) for entry in value

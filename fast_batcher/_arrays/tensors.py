@@ -109,9 +109,9 @@ def view_tensor(tensor: Any) -> Any:
     """Return a NumPy array of the bytes of a tensor without gaps; None without NumPy."""
     numpy = find_numpy()
     try:
-        # As bytes, because NumPy lacks some dtypes. Not with `tensor.numpy()`, after which the
-        # caller could never resize the tensor again.
-        # A tensor of its own, which keeps the storage if the caller gives his tensor another one.
+        # The array has bytes, because NumPy lacks some dtypes. `tensor.numpy()` is not used: the
+        # caller could never resize the tensor again. `detach` makes another tensor, which keeps
+        # the storage if the caller gives the original another one.
         return numpy.asarray(VolatileBuffer(tensor.detach()))
     except (RuntimeError, TypeError, AttributeError):
         return None

@@ -25,8 +25,8 @@ class Tree:
     # Names of its children, sorted, and the children.
     keys: tuple[Any, ...] = ()
     children: tuple["Tree", ...] = ()
-    # Not compared. Of a mapping the order of its keys, of a pydantic model the names of the fields
-    # that were set.
+    # The order of the keys of a mapping, or the names of the set fields of a pydantic model. It is
+    # not compared.
     own: Any = dataclasses.field(default=None, compare=False)
 
 

@@ -15,9 +15,9 @@ from fast_batcher.stats import Cause, Explanation
 
 # A gain below this share of the capacity is within what the service model is off by.
 LEAST_GAIN = 0.05
-# From this share of the capacity on, more capacity is worth a change. The share of the time in
-# which workers have a batch tells nothing: adaptive batches are smaller at a lower load, and so at
-# half of the capacity the workers are busy all the time.
+# Load, as a share of the capacity, from which more capacity is worth a change. The workers' busy
+# time is no measure of load: adaptive batches are smaller at a lower load, so that the workers are
+# always busy at half of the capacity.
 HIGH_LOAD = 0.7
 
 

@@ -82,11 +82,11 @@ MOST_LOSSES: Final = 2
 class HostLoss(NamedTuple):
     """Consequences of the death of a host."""
 
-    # To be sent to the next host, in their order.
+    # Requests to send to the next host, in their order.
     again: list[Request]
-    # Settled: they must not be computed twice.
+    # Settled requests that must not be computed twice.
     failed: list[Request]
-    # Settled: two hosts have died with them.
+    # Settled requests with which two hosts have died.
     poisonous: list[Request]
 
 
@@ -183,7 +183,7 @@ class Reporting:
         # The moment of the first state that each process has not acknowledged; infinite without
         # one. In the order of joining.
         self._unread_since: dict[int, float] = {}
-        # None without a process.
+        # The process that reports; None without a process.
         self.reporter: int | None = None
 
     def joined(self, tenant: int) -> None:

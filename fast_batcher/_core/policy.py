@@ -182,7 +182,7 @@ LEAST_GAIN = 0.05
 FEWEST = 0.05
 # The number of clients is estimated as the highest seen during this number of batches.
 PEAK_BATCHES = 16
-# After PATIENCE answers without a hold the policy rests: for REST answers it learns nothing and
+# The policy rests after PATIENCE answers without a hold: for REST answers it learns nothing and
 # holds nothing. A decision costs 0.1 to 0.3 ms while caches are cold, in which a request waits and
 # a worker idles. A rest doubles while no hold follows, up to LONGEST_REST: a second or so of
 # batches of 4 ms.
@@ -238,7 +238,7 @@ class AdaptivePolicy(Policy):
         self._after_batch.arrived(now, count)
         self._after_idle.arrived(now, count)
         if is_idle and self._alone and now - self._after_batch.last_at >= self._alone:
-            # Of requests that arrive together one is the event, and the others are returns.
+            # The first of requests that arrive together is the event; the others are returns.
             self._after_idle.begin(now, self._alone, 1)
             if count > 1:
                 self._after_idle.arrived(now, count - 1)

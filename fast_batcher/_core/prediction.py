@@ -93,7 +93,7 @@ class Method:
 
     def __init__(self, name: str, own_size: int | None, batcher_size: int) -> None:
         self.name = name
-        # Its own `max_batch_size`, None for the batcher's.
+        # The `max_batch_size` of the method; None for the batcher's.
         self._own_size = own_size
         self.size_cap = SizeCap(own_size or batcher_size)
         # Seconds of its batches by their size.
@@ -133,8 +133,8 @@ class Methods:
 # A prediction is the estimate of the service model times this factor. Under overload every accepted
 # request is close to its target: the model is off by one or two percent, because of the way it
 # learns, and the event loop takes time before the scheduler sees an arrival and after its answer.
-# With 1.0 and one such millisecond in 50 the simulated goodput at five times the capacity falls to
-# 88 %, with 1.05 it stays at 98 % or more; the price is a queue that is shorter by the same factor.
+# The simulated goodput at five times the capacity, where the loop takes one millisecond of 50, is
+# 88 % with 1.0 and 98 % or more with 1.05. The price is a queue shorter by the same factor.
 # A request that finds a free worker has slack, and needs no factor.
 SAFETY_FACTOR = 1.05
 
@@ -162,7 +162,7 @@ class BatchTimes:
         self._methods = methods
         self._packer = packer
         self.has_costs = packer is not None
-        # Of all methods together.
+        # The service model of all methods together.
         self.by_size = methods.first.service if len(methods.all) == 1 else ServiceModel()
         self.by_shape = ScalarModel(self.by_size, 0) if packer is None else packer.times
         # Whether predictions are needed by anything but the policy. Learning costs each batch some
@@ -255,7 +255,7 @@ class BatchTimes:
         mean = (ahead.cost + cost) / (ahead.requests + 1)
         full = self._full_size(mean)
         batches = max(ahead.cost // (full * mean), ahead.groups - 1)
-        # In a padded batch a long input makes all others long.
+        # A long input of a padded batch makes all others long.
         alone = high(_make_shape(1, cost)) if self.has_costs else 0.0
         if not batches and not backlog.is_behind:
             # A target just above a batch's time must not keep requests from a free worker.

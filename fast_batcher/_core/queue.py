@@ -23,7 +23,7 @@ from fast_batcher._core.service_model import (
 )
 from fast_batcher._core.values import Group, Request, settle
 
-# Below this number of dead entries a sweep costs more than the memory is worth.
+# A sweep of fewer dead entries costs more than their memory is worth.
 MIN_DEAD_ENTRIES = 64
 
 _is_settled, _cost_of = attrgetter("is_settled"), attrgetter("cost")
@@ -201,8 +201,8 @@ class SummedPacker(BatchPacker):
 # Sizes of batches that a padded packer compares; without the others a plan for 128 requests takes
 # 0.2 ms instead of 0.5, and is as good within 1 %.
 _SIZES = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# Of equal times the larger batch is taken: otherwise a wrong estimate for large ones would never be
-# corrected. Sums of floats that should be equal differ by less than this.
+# The larger of two batches with equal times is taken: otherwise a wrong estimate for large batches
+# would never be corrected. Sums of floats that should be equal differ by less than this.
 _SHORTER = 1 - 1e-9
 
 
@@ -406,7 +406,7 @@ class RankedQueue:
         Its first request, around which it is built, comes first.
         """
         lanes = self._lanes_of(self._first().group)
-        # Without costs no request is passed over.
+        # Only a packer passes requests over.
         reach = inf if self._packer is None else WINDOW_BATCHES * count
         windows = [lane.window(reach) for lane in lanes]
         chosen: list[Request] = []

@@ -27,8 +27,8 @@ PATIENCE: Final = 2.0
 # Target of the backlog in seconds without a `max_latency`: a delay that a person notices, and no
 # longer than the fastest start of a worker.
 DEFAULT_TARGET: Final = 1.0
-# With a `max_latency` the target is this share of it: admission rejects what would take longer, so
-# that the backlog cannot reach all of it.
+# Target of the backlog as a share of `max_latency`. It is below 1, because admission rejects
+# requests that would take longer: the backlog cannot reach all of `max_latency`.
 SHARE_OF_LATENCY: Final = 0.5
 # The target is at least the time of this many full batches: a busy worker has one batch that runs
 # and one behind it, also if nothing waits in the queue.
@@ -84,13 +84,13 @@ class Scaling:
         self._target = DEFAULT_TARGET if max_latency is None else SHARE_OF_LATENCY * max_latency
         # Moments and `arrived` of the measurements in `RATE_WINDOW`, and of the one before.
         self._arrivals: deque[tuple[float, int]] = deque()
-        # Since when the batcher has been overloaded, None if it is not.
+        # Start of the current overload; None without an overload.
         self._overloaded_since: float | None = None
         # The moment and the backlog of the last look at an overload.
         self._looked_at, self._backlog_then = 0.0, 0.0
         self._rejected = 0
         self._rejected_at = -inf
-        # Since when the load has been low, None if it is not.
+        # Start of the current time of low load; None if the load is not low.
         self._quiet_since: float | None = None
 
     def decide(self, now: float, load: WorkerLoad) -> ScalingDecision | None:
@@ -142,11 +142,11 @@ class Scaling:
         if self._overloaded_since is None:
             self._overloaded_since = self._looked_at = now
             self._backlog_then = backlog
-        # Where a worker cannot be started, perhaps for lack of memory, others would fail, too.
+        # If one worker cannot start, perhaps for lack of memory, further workers would fail, too.
         if now - self._looked_at < PATIENCE or capacity is None or load.is_failing:
             return None
         rate = self._rate(since=self._overloaded_since)
-        # What is left of their capacity works off the backlog.
+        # The rest of the workers' capacity reduces the backlog.
         needed = ceil(rate / (HIGH_LOAD * capacity))
         is_shrinking = not is_rejecting and backlog < SHRINKING * self._backlog_then
         if not (load.is_loading or is_shrinking):

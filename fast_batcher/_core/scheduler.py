@@ -29,6 +29,9 @@ from fast_batcher._core.prediction import (
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
 from fast_batcher._core.values import (
     QUEUED,
+    RELEASE_FULL,
+    RELEASE_IDLE,
+    RELEASE_RETRY,
     RETRYING,
     SENT,
     Action,
@@ -274,7 +277,7 @@ class Admission:
             return self._times.seconds_until_answered(backlog, ahead, request.cost)
 
         if len(levels) == 1 and not self._times.has_costs:
-            # Of equal requests the last one waits longest. This saves 2 us for each of the others.
+            # The last of equal requests waits longest. This saves 2 us for each of the others.
             slowest = now + predict(requests[-1], len(requests) - 1)
             if slowest <= min(map(target_of, requests)):
                 return requests, []
@@ -386,7 +389,7 @@ class DeadlineBatches:
         while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
             if len(requests) == queue.size:
                 return self._choose_of_last(start, queue, requests)
-            # Others can run in their place.
+            # Other requests can run in the place of these.
             self._drop(queue, [request for request in requests if target_of(request) < finish])
             requests = self._next(queue)
         return requests, False
@@ -426,8 +429,6 @@ class DeadlineBatches:
         return bisect_left(range(2, len(requests) + 1), True, key=is_late) + 1
 
 
-# Read once: on Python 3.11 a member of an enumeration costs as much as a call.
-_FULL, _IDLE, _RETRY = Release.FULL, Release.IDLE, Release.RETRY
 _deadline = attrgetter("deadline")
 _has_explicit_deadline = attrgetter("has_explicit_deadline")
 
@@ -484,7 +485,7 @@ class Scheduler:
     @property
     def next_expiry(self) -> float:
         """Lower bound of the next expiry; before it `poll` need not be called for expiries."""
-        # Not `min`, which takes 0.07 us; here and below.
+        # A comparison is faster than `min`, which takes 0.07 us; here and below.
         waiting, running = self._next_expiry, self.workers.next_expiry
         return waiting if waiting < running else running
 
@@ -641,7 +642,7 @@ class Scheduler:
         if batch is None:
             return None
         slot = self.workers.slots[worker]
-        is_usual = slot.has_answered and batch.release is not _RETRY
+        is_usual = slot.has_answered and batch.release is not RELEASE_RETRY
         seconds = now - slot.started_at if is_usual else None
         batch.began_at = slot.started_at
         self.workers.take_back(now, batch)
@@ -755,8 +756,8 @@ class Scheduler:
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
                 break
-            release = _FULL if is_full else self._decide(now)
-            if release is not _IDLE and not isinstance(release, Release):
+            release = RELEASE_FULL if is_full else self._decide(now)
+            if release is not RELEASE_IDLE and not isinstance(release, Release):
                 return release
             requests, release = self._choose(now, slot, size, release, actions)
             if not requests:
@@ -773,7 +774,7 @@ class Scheduler:
         if not self._policy.may_hold or self.queue.has_full_group(
             self._methods.first.size_cap.size
         ):
-            return _IDLE
+            return RELEASE_IDLE
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
             return decision
@@ -815,7 +816,7 @@ class Scheduler:
         deadline = min(map(_deadline, requests)) if is_ranked else requests[0].deadline
         batch = Batch(batch_id, slot.id, requests, release, deadline, len(requests), now)
         self._next_batch_id += 1
-        if release is not _RETRY:
+        if release is not RELEASE_RETRY:
             queue.batch_left(requests)
         batch.isolate_until, batch.left_waiting = isolate_until, queue.size
         batch.worker_index = slot.index

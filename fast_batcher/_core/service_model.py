@@ -160,7 +160,7 @@ class ServiceModel:
         """Return the 95 % quantile of the seconds of this size; only if `is_known`."""
         if self._high is None:
             self._high = self._line(attrgetter("high"))
-        # Where little has been seen, the two lines may cross.
+        # The two lines may cross at sizes with few observations.
         return max(_read(self._high, size), self.median(size))
 
     def points(self) -> list[tuple[float, float, float]]:
@@ -302,7 +302,7 @@ UNJUDGED = 12
 WEIGHTS_LIFE = 32
 # Rounds of the solver. It starts from the last weights, and most solutions take fewer than ten.
 MOST_ROUNDS = 100
-# Of the solver: the largest change of a term that ends it, as a share of the seconds.
+# The solver ends when no term changes by more than this share of the seconds.
 TOLERANCE = 1e-3
 # The order in which the solver explains times: by padded work first, because without evidence a
 # batch has no fixed cost (see `_read`).

@@ -72,7 +72,7 @@ MOVES: Final[dict[tuple[State, Event], State]] = {
     (State.BROKEN, Event.CLOSE): State.CLOSED,
     # An app is started once per test: `with TestClient(app)` runs its lifespan each time.
     (State.CLOSED, Event.OPEN): State.OPENING,
-    # Of a batcher that its first call has opened: the first call of the next test opens it again.
+    # A batcher that its first call opened is opened again by the first call of the next test.
     (State.CLOSED, Event.TEST_ENDED): State.NEW,
 }
 
@@ -91,10 +91,10 @@ class Limits:
     # Most requests waiting, and most bytes of them together.
     max_queue_size: int
     max_queue_bytes: int | None = None
-    # From arrival to deadline, for callers that name none. A worker that has run a batch for this
-    # time, and for whose batch no caller waits, counts as stalled.
+    # Seconds from arrival to deadline, for callers that name none. A worker counts as stalled if it
+    # has run a batch for this time and no caller waits for the batch.
     timeout: float | None = None
-    # From arrival to target: see `Admission`.
+    # Seconds from arrival to target: see `Admission`.
     max_latency: float | None = None
     # Longest run of a batch; then its worker is replaced.
     infer_timeout: float | None = None
@@ -186,8 +186,8 @@ RETRYING: Final = 3
 class Request:
     """Input of one call, with its deadline, cost and phase, from the queue to the answer."""
 
-    # One is made for each call, so what most requests never need is a default of the class, and
-    # lies in the dict of the requests that need it.
+    # Each call makes a request, so fields that most requests never need are defaults of the class,
+    # and lie in the dict of the requests that need them.
     __slots__ = (
         "__dict__",
         "__weakref__",
@@ -281,6 +281,14 @@ class Release(StrEnum):
     RETRY = "retry"  # its requests are tried again: see `Retries`
 
 
+# Members that every request or batch needs: on Python 3.11 a look-up in an enumeration costs as
+# much as a call.
+STATE_OPEN: Final = State.OPEN
+RELEASE_FULL: Final = Release.FULL
+RELEASE_IDLE: Final = Release.IDLE
+RELEASE_RETRY: Final = Release.RETRY
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
     """Requests that were sent to a worker together."""
@@ -301,7 +309,7 @@ class Batch:
     left_waiting: int = 0
     # The index of its worker, which outlives the worker: replacements have the same.
     worker_index: int = 0
-    # Until this moment a batch that is tried again is divided if `infer` raises for it.
+    # Time from which the batch is not divided if `infer` raises; infinite before it has raised.
     isolate_until: float = inf
     # The event of its dispatch, None if no observer follows batches. The shell sets it.
     dispatched: Any = None
@@ -343,7 +351,7 @@ class RetryGroup(NamedTuple):
     """Requests that are tried again as one batch."""
 
     requests: list[Request]
-    # Until this moment they are divided if `infer` raises for them.
+    # Time from which the batch is not divided if `infer` raises.
     isolate_until: float
 
 

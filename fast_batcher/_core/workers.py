@@ -31,21 +31,21 @@ class WorkerSlot:
     """A worker that has been ready and has not been lost, and its batches."""
 
     id: int
-    # Its position among the batcher's workers, from 0; its replacement has the same.
+    # Position among the batcher's workers, from 0; a replacement has the same.
     index: int
     # Most batches at a time, and whether it may work on several at the same time.
     most_batches: int
     has_stages: bool
-    # Its batches, oldest first; it computes the first one, or those of a stepped model which are
-    # not paused. `paused` is the number of the paused ones.
+    # Batches, oldest first. The worker computes the first batch; with a stepped model it computes
+    # all that are not paused. `paused` is the number of paused batches.
     batches: list[Batch] = field(default_factory=list)
     paused: int = 0
     # Start of the first batch; infinite once that batch is beyond `infer_timeout`.
     started_at: float = 0.0
-    # It gets no more batches for good: another worker takes its place.
+    # The worker gets no further batch: another worker takes its place.
     is_retired: bool = False
-    # It gets no more batches before it answers: no caller waits for its first batch, which has run
-    # for `timeout`, or the worker is being replaced.
+    # The worker gets no further batch before it answers: no caller waits for its first batch, which
+    # has run for `timeout`, or the worker is being replaced.
     is_stalled: bool = False
     # False before its first answer, whose time is not learned: a process is slow at first.
     has_answered: bool = False
@@ -72,7 +72,7 @@ class WorkerTable:
         self._infer_timeout = or_infinite(limits.infer_timeout)
         self._batches_per_worker = limits.batches_per_worker
         self._is_stepped = limits.is_stepped
-        # By the worker's number.
+        # Workers, by their number.
         self.slots: dict[int, WorkerSlot] = {}
         # Batches on workers, by id.
         self.batches: dict[int, Batch] = {}

@@ -117,7 +117,7 @@ def _try_to_lock(lock: FileIO) -> bool:
 
 def _choose_path() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    # After `su` it is another user's, and after a logout it does not exist.
+    # The directory is another user's after "su", and does not exist after a logout.
     with contextlib.suppress(OSError):
         if os.path.isabs(runtime) and os.stat(runtime).st_uid == os.geteuid():
             return Path(runtime, "fast_batcher")

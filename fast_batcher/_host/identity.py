@@ -129,7 +129,7 @@ def _read_buffer(value: Any) -> tuple[bytes, bytes] | None:
             return None
         tensor = str(value.dtype), (*value.shape,), str(value.device), value.requires_grad
         plain = value.detach().cpu().resolve_conj().resolve_neg()
-        # `contiguous` leaves any stride to a single number.
+        # A contiguous tensor of a single number may have any stride.
         plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
         return repr(tensor).encode(), plain.view(torch.uint8).numpy().tobytes()
     return None

@@ -67,9 +67,9 @@ class LocalBatcher:
         self._counts = Counts()
         self._ledger = Ledger(self._function.name, self._settings.observers)
         self._is_closed = False
-        # By the event loop that computes the batches, None for a thread.
+        # Sessions, by the event loop that computes their batches; None for a thread.
         self._sessions: dict[asyncio.AbstractEventLoop | None, FunctionSession] = {}
-        # By the callers' event loop. Those of closed loops are removed when a new loop calls.
+        # Calls, by the callers' event loop. A call from a new loop removes those of closed loops.
         self._loops: dict[asyncio.AbstractEventLoop, LoopCalls] = {}
         # Ends the thread, if there is one, when this batcher is collected.
         self._finalizer: weakref.finalize[[], LocalBatcher] | None = None
@@ -187,7 +187,7 @@ class LocalBatcher:
         return list(sessions.values())
 
     def _reject_at_exit(self) -> None:
-        # Before the lock is taken: a daemon thread may have been killed while it held the lock.
+        # Called before the lock is taken: a daemon thread may have been killed with the lock.
         if is_exiting():
             raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
 
@@ -389,7 +389,7 @@ class Decorated:
                 batcher = plan.make_batcher(plan.user_function.call)
         self._plan = plan
         self._binding = binding
-        # None for a class method that is not bound.
+        # The batcher of the function itself; None for a class method that is not bound.
         self._own_batcher = batcher
 
     def __get__(self, instance: Any, owner: type | None = None) -> Self:

@@ -244,7 +244,7 @@ def is_async(call: object) -> bool:
     """Return whether a callable is known to return a coroutine, without calling it."""
     if isinstance(call, functools.partial):
         return is_async(call.func)
-    # For a callable object the `__call__` of its class counts.
+    # The `__call__` of its class decides about a callable object.
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 
 

@@ -79,7 +79,7 @@ class Call:
     caller: Any
     # Number of items without an output.
     missing: int
-    # By position.
+    # Outputs, by the position of their inputs.
     outputs: list[Any]
     has_failed: bool = False
 
@@ -364,7 +364,7 @@ class FunctionSession:
         loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         self.function = function
-        # Where the batches are computed; None for a thread.
+        # The event loop that computes the batches; None for a thread.
         self.loop = loop
         self._ledger = ledger
         self._contexts = BatchContexts()
@@ -406,7 +406,7 @@ class FunctionSession:
         rejected: list[tuple[list[Request], int]] = []
         with self._lock:
             if max(map(len, calls)) > self._settings.ranks_above:
-                # Only when the first such call comes: a ranked queue costs every request some
+                # The queue is ranked from the first such call on: ranks cost every request some
                 # microseconds.
                 self._scheduler.rank_requests()
             waiting = self._scheduler.queue.size
@@ -604,7 +604,7 @@ class FunctionThread(threading.Thread):
 
     def __init__(self, session: FunctionSession) -> None:
         super().__init__(name=f"fast_batcher {session.function.name}", daemon=True)
-        # None after the end, to break the reference cycle with the session.
+        # The session; None after the end, to break the reference cycle with it.
         self._session: FunctionSession | None = session
         # `SimpleQueue.put` is reentrant: a finalizer may call `stop` between any two instructions.
         self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
@@ -649,11 +649,11 @@ class FunctionThread(threading.Thread):
 def _compute_on_thread(session: FunctionSession, batch: Batch, runner: asyncio.Runner) -> None:
     started = monotonic()
     try:
-        # In this frame, which `settle` removes from the traceback.
+        # The call is made in this frame, which `settle` removes from the traceback.
         with session.around(batch):
             result = session.function.call([request.value for request in batch.requests])
             if inspect.isawaitable(result):
-                # By default the runner keeps the context of its first batch.
+                # The runner would reuse the context of its first batch.
                 result, raised = runner.run(_catch(result), context=copy_context())
                 if raised is not None:
                     raise raised  # noqa: TRY301  for the frames that the error refers to
@@ -695,7 +695,7 @@ class FunctionTask:
         """Compute a batch soon."""
         self._next = batch
         assert self._session.loop is not None, "or a thread would compute"
-        # In an empty context: the batch must not see the context variables of its first caller.
+        # The context is empty: the batch must not see the context variables of its first caller.
         task = Context().run(self._session.loop.create_task, self._compute(batch))
         task.add_done_callback(self._end, context=Context())
         self._task = task
@@ -716,7 +716,7 @@ class FunctionTask:
         running_batch.set(running)
         started = monotonic()
         try:
-            # In this frame, which `settle` removes from the traceback.
+            # The call is made in this frame, which `settle` removes from the traceback.
             with session.around(batch):
                 result = session.function.call([request.value for request in batch.requests])
                 if inspect.isawaitable(result):
@@ -758,7 +758,7 @@ def _end_threads() -> None:
     """End the threads of all functions and wait for them."""
     global _is_exiting
     _is_exiting = True
-    # Not through the batchers: the thread of a batcher that was collected may still compute.
+    # Batchers do not list all threads: the thread of a collected batcher may still compute.
     threads = [thread for thread in threading.enumerate() if isinstance(thread, FunctionThread)]
     for thread in threads:
         thread.end()

@@ -376,7 +376,7 @@ def make_pickler(settings: Settings) -> OutOfBandPickler:
     return OutOfBandPickler(settings.shared_memory_threshold, makes_writable=True)
 
 
-# The class of an open file is in `_io`; Python 3.13 names the class alone.
+# Python 3.13 omits the module of an open file: 'TextIOWrapper' instead of '_io.TextIOWrapper'.
 _UNPICKLED = re.compile(r"cannot pickle '(?:_io\.)?(\w+)'")
 
 

@@ -123,8 +123,8 @@ class JobThread:
 class MemoryService:
     """Owner of the slabs for large inputs and of the copier thread.
 
-    `SharedInputSender` uses both, `Answers` the thread; the pool returns unused memory to the
-    system with its heartbeat.
+    `InputArena` and `BatchSender` use both, the session the thread; the pool returns unused memory
+    to the system with its heartbeat.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_shared_bytes: int, name: str) -> None:

@@ -576,8 +576,8 @@ def _open_pidfd(pid: int) -> int | None:
     return None
 
 
-# A separate context, because `set_start_method` would change the whole program. Spawn, because a
-# forked child inherits CUDA state that it cannot use, and the parent's pipe ends.
+# A separate context, because `multiprocessing.set_start_method` would change the whole program.
+# Spawn, because a forked child inherits the parent's pipe ends, and CUDA state that it cannot use.
 _context = multiprocessing.get_context("spawn")
 
 

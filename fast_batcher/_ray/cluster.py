@@ -109,7 +109,7 @@ class Cluster:
             environment = self.workers.runtime_env
             ray.init(
                 address=address,
-                # Of the job, and not of each actor: Ray uploads a local `working_dir` per job only.
+                # Set for the job, not per actor: Ray uploads a local "working_dir" per job only.
                 runtime_env=None if environment is None else dict(environment),
                 # What actors print stays in Ray's own files: the app's output is the app's.
                 log_to_driver=False,

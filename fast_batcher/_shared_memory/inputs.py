@@ -188,7 +188,7 @@ class Section(NamedTuple):
     """Section of a slab, or a whole slab, to be written."""
 
     slab: Slab
-    # In bytes, from the beginning of the memory.
+    # Offset from the beginning of the memory, in bytes.
     start: int
     length: int
     # Start of the bytes for which the system may not have provided memory yet.
@@ -354,7 +354,7 @@ class Slabs:
         """Let the system provide memory for a section: writing without it is a fatal signal."""
         end = section.start + section.length
         if section.fresh_from < end:
-            # With the page before: allocation may have failed for a section that ends in it.
+            # The page before is included: its allocation may have failed for an earlier section.
             begin = max(section.start, section.fresh_from - PAGE)
             os.posix_fallocate(self._fd, self.base + begin, end - begin)
 
@@ -447,7 +447,7 @@ class SlabViews:
         os.set_inheritable(fd, False)
         self._fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)
-        # In bytes.
+        # Size of the memory, in bytes.
         self.size = size
         self._type = ctypes.c_ubyte * size
         # Leases of the batches of which this process has a view, by batch id.

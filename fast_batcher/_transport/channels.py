@@ -59,7 +59,7 @@ def open_pipes(context: "BaseContext") -> tuple[Ends, Ends]:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_SIZE)
     for end in (first, into_first, second, into_second):
-        # While a forked child of the app has a copy of an end, a worker reads no end of file. The
+        # A worker reads no end of file while a forked child of the app has a copy of an end. The
         # child closes only the descriptor: it shares the loop's selector with the parent.
         at_fork(end, in_child=methodcaller("close"))
     return (first, into_second), (second, into_first)
@@ -166,7 +166,7 @@ KIND_NAMES: Final[dict[int, str]] = {
 class Frame(NamedTuple):
     """A frame that was read. `body` is valid until the next read."""
 
-    # Of `Kind`.
+    # A value of `Kind`.
     kind: int
     batch_id: int
     # Seconds that `infer` took, in frames that answer a batch.
@@ -363,7 +363,7 @@ class Reservation:
     __slots__ = ("frames",)
 
     def __init__(self) -> None:
-        # None until `fill`.
+        # The frames; None until `fill`.
         self.frames: Frames | None = None
 
 

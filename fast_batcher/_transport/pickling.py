@@ -182,7 +182,7 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
         rebuild(*loads(pickled))
     except BaseException:  # noqa: BLE001  pickling and rebuilding run the user's code
         return None
-    # Of a longer exception only the shortened text is sent.
+    # A longer exception is sent as its shortened text.
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
 
 
@@ -330,7 +330,7 @@ class _Pickled:
         self._least = least
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
-        # For each value the number of chunks and of buffers up to its end.
+        # Number of chunks and of buffers up to the end of each value.
         self._ends: list[tuple[int, int]] = []
         # Total bytes of large buffers.
         self._large = 0
@@ -350,7 +350,7 @@ class _Pickled:
 
         Buffers go into the stream until the large ones together are worth sharing.
         """
-        # Not the PickleBuffer itself: in a reference cycle with its object, CPython 3.11 crashes.
+        # The raw buffer is kept: CPython 3.11 crashes if a PickleBuffer is in a reference cycle.
         raw = buffer.raw()
         if raw.nbytes < self._least:
             return True
@@ -384,7 +384,7 @@ class _Pickled:
 class _Reducers(dict[type, Any]):
     """Dispatch table of a pickler: our reducers, and those registered with `copyreg`."""
 
-    # Not a Python function: it is called for each object of a type that is not built in.
+    # A built-in method is fast: it is called for each object of a type that is not built in.
     __missing__ = copyreg.dispatch_table.__getitem__
 
 

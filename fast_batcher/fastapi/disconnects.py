@@ -96,7 +96,7 @@ class EndedByDisconnect:
 
     async def _wait(self) -> None:
         try:
-            # Behind a BaseHTTPMiddleware `request.is_disconnected()` would never return True.
+            # `request.is_disconnected()` would never return True behind a BaseHTTPMiddleware.
             while (await self._receive())["type"] != "http.disconnect":
                 pass  # the rest of a body that the endpoint has not read
             self._reason = client_has_gone()
@@ -126,7 +126,7 @@ class _Sweeper:
 
     def _start_timer(self, since: float) -> None:
         self._has_timer = True
-        # In an empty context: otherwise the timer would keep a request's context alive.
+        # The context is empty: otherwise the timer would keep a request's context alive.
         context = contextvars.Context()
         loop = asyncio.get_running_loop()
         loop.call_at(since + UNWATCHED, self._sweep, context=context)

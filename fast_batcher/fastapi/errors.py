@@ -45,9 +45,9 @@ class RecentError(NamedTuple):
     # `time.monotonic` of the latest answer.
     at: float
     status: int
-    # As in the answer's body.
+    # The `code` of the answer's body.
     code: str
-    # Of the latest answer.
+    # The id of the latest answer.
     error_id: str
     # Name of the error's class; of the raised class if the model raised.
     kind: str
@@ -62,7 +62,7 @@ class RecentErrors:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        # By code; the group of the latest answer is the last one.
+        # Groups, by code; the group of the latest answer comes last.
         self._latest: dict[str, dict[tuple[int, str, str], RecentError]] = {}
 
     def note(
@@ -86,8 +86,7 @@ class RecentErrors:
         return sorted(found, reverse=True)
 
 
-# Of the process, as are the batchers' counts: an error does not know its app, and apps share
-# batchers.
+# Error answers of all apps of the process: an error does not know its app, and apps share batchers.
 recent_errors: RecentErrors = RecentErrors()
 
 
@@ -132,8 +131,8 @@ ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
     errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
     errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),
     errors.WorkerError: HttpAnswer(503, "worker_failed"),
-    # Its message carries the traceback of the model's constructor. The model is not loaded again
-    # until the batcher is opened again.
+    # The error's message carries the traceback of the model's constructor. The model is not loaded
+    # again until the batcher is opened again.
     errors.WorkerStartupError: HttpAnswer(
         503, "worker_startup_failed", "the model did not load", may_pass_later=False
     ),

@@ -27,9 +27,9 @@ class JsonEndpoint:
     """ASGI application that answers one JSON body with another.
 
     Add it with `app.router.add_route("/predict", JsonEndpoint(predict), methods=["POST"])`, where
-    `predict` is `async def predict(body: In) -> Out`. Pydantic validates the body as `In` and
-    serializes the result as `Out`. An invalid body raises `RequestValidationError`; the app's
-    exception handlers handle this and every other exception.
+    `predict` is `async def predict(body: In) -> Out`. Pydantic validates the body as the
+    parameter's type and serializes the result as the return type. An invalid body raises
+    `RequestValidationError`; the app's exception handlers handle this and every other exception.
 
     It runs no dependencies and is not in OpenAPI. So that no security dependency is skipped, a
     request fails with a `ConfigurationError` if the app has `dependencies=`, or if the route is not
@@ -75,7 +75,7 @@ class JsonEndpoint:
                 result = await self._predict(body)
         else:
             result = await self._predict(body)
-        # A result of another type is an error: it may hold fields that `Out` omits.
+        # A result of another type is an error: it may hold fields that the return type omits.
         content = self._write(result, by_alias=True, warnings="error")
         headers = [
             (b"content-length", str(len(content)).encode()),

@@ -1,5 +1,6 @@
 """Files that hosts and citation tools read: they can be parsed, and say what the project does."""
 
+import re
 import tomllib
 from typing import Any
 
@@ -47,6 +48,9 @@ def test_ci_runs_the_documented_commands() -> None:
     assert {"push", "pull_request"} <= workflow["on"].keys()
     (job,) = workflow["jobs"].values()
     assert job["steps"][-1] == {"run": "bash .ci/run"}
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    (command,) = re.findall(r"`(make test[^`]*)`", (ROOT / "README.md").read_text())
+    assert command in script
     names = [
         f"Programming Language :: Python :: {one}" for one in job["strategy"]["matrix"]["python"]
     ]

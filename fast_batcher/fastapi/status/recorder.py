@@ -56,7 +56,7 @@ def quantiles(counts: Counter[int]) -> Quantiles:
 class Slot:
     """Counts of events within five seconds, or their sums over several slots."""
 
-    # Its moment in units of `SLOT_SECONDS`.
+    # Moment of the slot, in units of `SLOT_SECONDS`.
     number: int = 0
     # Durations in buckets: of requests until their worker began, of batches in the model, and of
     # requests until they were answered.
@@ -128,14 +128,14 @@ class Recorder(Observer):
     ) -> None:
         self._batcher = batcher
         self._recycles = recycles
-        # Without the events, which another server process gets, the shared counts are followed:
-        # `_counted` has those of the last sample.
+        # Counts at the last sample. Where another server process gets the events, this one follows
+        # the shared counts instead.
         self._counted = batcher.stats
         self._follows = not self._counted.is_reporter
         self._timer: asyncio.TimerHandle | None = None
         self.slots: deque[Slot] = deque(maxlen=SLOTS)
         self._first = int(monotonic() // SLOT_SECONDS)
-        # By the index of the worker.
+        # Seats, by the index of their worker.
         self.seats: dict[int, Seat] = {index: Seat() for index in range(num_workers)}
         # Moments at which workers were lost; more than this in five minutes is as bad.
         self.losses: deque[float] = deque(maxlen=100)
@@ -206,7 +206,7 @@ class Recorder(Observer):
     def worker_changed(self, event: WorkerChanged) -> None:
         """Note which process a worker has, and how the one before it ended."""
         seat, now = self._find_seat(event), monotonic()
-        # Beside a worker that is ready, another is started to take its place: it is recycled.
+        # A worker that starts while the seat is ready replaces the present one, which is recycled.
         if event.change == "started" and (
             seat.state != "ready" or self._batcher.state == "opening"
         ):
