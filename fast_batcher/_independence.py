@@ -89,13 +89,13 @@ def find_change(one: Any, other: Any) -> float:
     Returns:
         Of numbers a share of the largest one; infinity for other values; 0 without a change.
     """
-    (leaves, tree), (others, other_tree) = flatten(_read_json(one)), flatten(_read_json(other))
+    (leaves, tree), (others, other_tree) = flatten(_decode_json(one)), flatten(_decode_json(other))
     if tree != other_tree:
         return math.inf
     return max(map(_compare, leaves, others), default=0.0)
 
 
-def _read_json(output: Any) -> Any:
+def _decode_json(output: Any) -> Any:
     """Return what an output says that is written as JSON; another output as it is."""
     try:
         return json.loads(output) if isinstance(output, str | bytes) else output
