@@ -22,7 +22,7 @@ __all__ = ["serve"]
 
 pytestmark = pytest.mark.slow
 
-APP = "apps.counted:app"
+APP = "apps.tallied:app"
 # Nobody reads its log.
 UVICORN = ["uvicorn", APP, "--no-access-log"]
 SETTINGS = LoadSettings(

@@ -1,29 +1,36 @@
-"""Counts the requests that it answers; the least that an ASGI app can do."""
+"""Doubles numbers, and tells at its end how many requests it has begun with and answered."""
 
-import json
-from typing import Any
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-answered = 0
+from fastapi import FastAPI
+
+from fast_batcher import DynBatcher
+from fast_batcher.fastapi import combine_lifespans, install_exception_handlers
+
+batcher: DynBatcher[int, int] = DynBatcher("apps.models:SlowDoubler")
+begun = answered = 0
 
 
-async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """Answer "/count" with the number of the other requests."""
-    global answered
-    if scope["type"] == "lifespan":
-        while True:
-            event = (await receive())["type"]
-            await send({"type": f"{event}.complete"})
-            if event == "lifespan.shutdown":
-                return
-    while (await receive()).get("more_body"):
-        pass
-    if scope["path"] == "/batchers.json":
-        status, body = 404, b""
-    elif scope["path"] == "/count":
-        status, body = 200, json.dumps(answered).encode()
-    else:
-        answered += 1
-        status, body = 200, b"0\r\n\r\n" * 2
-    headers = [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+@asynccontextmanager
+async def count(_: FastAPI) -> AsyncIterator[None]:
+    # A warning, so that every server shows it: none of them configures this name.
+    logger = logging.getLogger("counted")
+    logger.warning("server %s begins", os.getpid())
+    yield
+    logger.warning("server %s has answered %s of %s", os.getpid(), answered, begun)
+
+
+app = FastAPI(lifespan=combine_lifespans(count, batcher.lifespan))
+install_exception_handlers(app)
+
+
+@app.get("/double/{number}")
+async def double(number: int) -> int:
+    global begun, answered
+    begun += 1
+    result = await batcher.process_batched(number)
+    answered += 1
+    return result
