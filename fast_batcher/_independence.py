@@ -25,9 +25,10 @@ SMALLEST = 1e-5
 # Copies of an input in one batch: more than the smallest kernels take at a time.
 COPIES = 5
 
+AT_RANDOM = "from batch to batch"
 # The usual cause of a change.
 CAUSES = {
-    "from batch to batch": "is a random layer active, such as dropout? Call eval()",
+    AT_RANDOM: "is a random layer active, such as dropout? Call eval()",
     "beside copies of it": "does infer mix up its inputs, or keep something between them?",
     "beside another of its size": "does it use statistics of the batch, as batch normalisation in "
     "training mode does? Call eval()",
@@ -53,7 +54,7 @@ async def find_dependence(compute: Compute, inputs: Sequence[Any]) -> str | None
         length = measure_length(value)
         same = [one for one in inputs if one is not value and measure_length(one) == length]
         mates: dict[str, list[Any] | None] = {
-            "from batch to batch": [],
+            AT_RANDOM: [],
             "beside copies of it": [value] * (COPIES - 1),
             "beside another of its size": same[:1] or None,
             "beside a longer one": [longest] if measure_length(longest) > length else None,

@@ -41,6 +41,9 @@ SEED = 1
 WARM_UP = 0.2
 # Of the capacity: the load for which workers are counted, and at which a setting is judged.
 COMFORTABLE = 0.8
+# A real run is much worse than its prediction with so many times the 95 % quantile, or with such a
+# share of its requests lost beyond the predicted one. Busy machines stay below both.
+WORSE, LOST_MORE = 2.0, 0.05
 # Of the largest capacity: a smaller batch that reaches it is preferred.
 ENOUGH = 0.95
 # Share of all requests that a target is for.
@@ -229,6 +232,8 @@ class Found:
     real: RealRun | None
     # The sources that precede a file, by the names of recommended options that they give.
     overridden: dict[str, str]
+    # As in `Measurement`.
+    fails_from: int | None = None
 
 
 async def tune_model(
@@ -250,7 +255,7 @@ async def tune_model(
     advice = advise(measurement, wish, note)
     overridden = find_overridden(found, advice)
     if not wish.is_checked:
-        return Found(found.name, advice, None, overridden)
+        return Found(found.name, advice, None, overridden, measurement.fails_from)
     seconds = min(CHECKED_SECONDS, REQUESTS / advice.rate)
     moments = wish.moments or poisson(advice.rate, seconds, SEED) or [0.0]
     moments = moments[: bisect_right(moments, seconds)]
@@ -261,7 +266,7 @@ async def tune_model(
     outcome = Outcome.of(latencies, wish.target)
     predicted = predict(measurement, moments, size, workers, wish.target)
     real = RealRun(len(moments), outcome, predicted, "".join(map(repr, errors[:1])))
-    return Found(found.name, advice, real, overridden)
+    return Found(found.name, advice, real, overridden, measurement.fails_from)
 
 
 def find_overridden(batcher: DynBatcher[Any, Any], advice: Advice) -> dict[str, str]:
@@ -347,8 +352,15 @@ def _describe_outcome(outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
+def is_much_worse(outcome: Outcome, predicted: Outcome) -> bool:
+    """Return whether a real run is no scatter around its prediction."""
+    return outcome.p95 > WORSE * predicted.p95 or outcome.lost > predicted.lost + LOST_MORE
+
+
 def _list_warnings(found: Found) -> Iterator[str]:
     advice, chosen = found.advice, found.advice.chosen
+    if found.fails_from is not None:
+        yield f"batches of {found.fails_from} fail; larger ones than that were not timed"
     if not advice.meets_target:
         yield "no size answers 95 % within the target; allow more workers, or a later answer"
     if advice.rate > chosen.capacity * chosen.num_workers:
@@ -362,7 +374,7 @@ def _list_warnings(found: Found) -> Iterator[str]:
             f"{chosen.outcome.lost:.1%} of the requests are lost: they arrive while the queue is "
             "full, or wait longer than the timeout; allow more workers"
         )
-    if max(advice.rate, chosen.capacity) >= COMFORTABLE * advice.loop_capacity:
+    if advice.rate >= COMFORTABLE * advice.loop_capacity:
         yield (
             f"the event loop of one process sends and answers about {advice.loop_capacity:.3g} "
             "requests per second; use several server processes"
@@ -370,5 +382,7 @@ def _list_warnings(found: Found) -> Iterator[str]:
     if found.overridden:
         names = ", ".join(f"{name} ({source})" for name, source in found.overridden.items())
         yield f"a file has no effect on {names}: change it there"
+    if found.real is not None and is_much_worse(found.real.outcome, found.real.predicted):
+        yield "the real run is much worse than predicted: do not use these settings"
     if found.real is not None and found.real.first_error:
         yield f"in the real run: {found.real.first_error}"

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fast_batcher._cli.files import check_folder, check_picture
+from fast_batcher._cli.files import check_folder, check_picture, write_file
 from fast_batcher._load.bodies import Requests, find_requests, read_requests
 from fast_batcher._load.client import Target
 from fast_batcher._load.measurement import (
@@ -365,18 +365,17 @@ def _write_report(
     run: Run, earlier: Run | None, json_file: Path | None, picture: Path | None
 ) -> None:
     compared = [] if earlier is None else compare(run.measurements, earlier.measurements)
-    if json_file is not None:
-        stored = asdict(run) | {"comparison": [asdict(one) for one in compared]}
-        text = json.dumps(stored, indent=1) + "\n"
-        if str(json_file) == "-":
-            sys.stdout.write(text)
-        else:
-            json_file.write_text(text, encoding="utf-8")
-    if str(json_file) != "-":
+    stored = asdict(run) | {"comparison": [asdict(one) for one in compared]}
+    text = json.dumps(stored, indent=1) + "\n"
+    if str(json_file) == "-":
+        sys.stdout.write(text)
+    else:
         console = Console(highlight=False)
         _print_run(console, run)
         if earlier is not None:
             _print_comparison(console, run, earlier, compared)
+        if json_file is not None:
+            write_file(json_file, text)
     if picture is not None:
         draw_loads(run.measurements, picture, f"{run.method} {run.url}")
 

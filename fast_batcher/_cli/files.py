@@ -23,3 +23,12 @@ def check_picture(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in PICTURES:
         raise typer.BadParameter(f"{path}: let it end with {', '.join(PICTURES)}")
     return check_folder(path)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a result; one line and exit code 1 if that fails, after minutes of measuring."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"wrong {path}: it cannot be written: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -32,7 +32,7 @@ from fast_batcher._cli.advice import (
 )
 from fast_batcher._cli.bench import bench
 from fast_batcher._cli.checks import Check
-from fast_batcher._cli.files import check_folder
+from fast_batcher._cli.files import check_folder, write_file
 from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.model import (
     TargetError,
@@ -228,12 +228,12 @@ def tune(
     except (TargetError, BatcherError) as error:
         console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)
         raise typer.Exit(1) from None
-    if write is not None:
-        write.write_text(make_file(found), encoding="utf-8")
     if as_json:
         _write_json(_with_null(asdict(found)))
     else:
         print_advice(Console(), found)
+    if write is not None:
+        write_file(write, make_file(found))
 
 
 def _with_null(value: Any) -> Any:

@@ -15,7 +15,7 @@ from time import perf_counter, thread_time
 from typing import Any, cast
 
 from fast_batcher._cli.checks import Check
-from fast_batcher._independence import find_dependence
+from fast_batcher._independence import AT_RANDOM, find_dependence
 from fast_batcher._process import read_rss
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.configuration import find_similar
@@ -40,8 +40,9 @@ class _Watcher(Observer):
         self.pid: int | None = None
 
     def batch_answered(self, event: BatchAnswered) -> None:
-        """Note the size and the seconds of a batch."""
-        self.seconds.append((event.size, event.infer_seconds))
+        """Note the size and the seconds of a batch; the parts of one that failed do not count."""
+        if not event.retried:
+            self.seconds.append((event.size, event.infer_seconds))
 
     def worker_changed(self, event: WorkerChanged) -> None:
         """Note the process of a worker that is ready."""
@@ -252,13 +253,17 @@ async def examine_model(
             yield Check("batches", "good", text)
         elif inputs:
             chosen = select_inputs(original, inputs)
-            seconds_of = (await measure(batcher, chosen, note)).seconds
-            yield _judge_times([(size, median(found)) for size, found in seconds_of.items()])
+            measured = await measure(batcher, chosen, note)
+            times = [(size, median(found)) for size, found in measured.seconds.items()]
+            yield _judge_times(times)
+            if measured.fails_from is not None:
+                text = f"batches of {measured.fails_from} fail, and are computed in parts"
+                yield Check("batches", "warning", text, "lower max_batch_size; the log says why")
             note("comparing outputs of different batches")
             yield await _check_independence(batcher, chosen)
         else:
-            times = batcher.explain().service_times
-            yield _judge_times([(round(size), seconds) for size, seconds, _ in times])
+            learned = batcher.explain().service_times
+            yield _judge_times([(round(size), seconds) for size, seconds, _ in learned])
     except BatcherError as error:
         yield Check("batches", "bad", _first_line(error), _remedy_of(error))
     finally:
@@ -276,6 +281,8 @@ class Measurement:
     # CPU seconds that the thread of the event loop takes for a lone request. Requests that arrive
     # together take less.
     loop_seconds: float
+    # The smallest size whose batches fail as a whole, None without one. No larger one was timed.
+    fails_from: int | None = None
 
 
 async def measure(
@@ -291,6 +298,7 @@ async def measure(
     most = int(batcher.settings["max_batch_size"].value)
     sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
     values = cycle(inputs)
+    fails_from = None
     latencies: list[float] = []
     cpu_seconds: list[float] = []
     # In turns, so that what slows the machine for a while slows all sizes.
@@ -299,16 +307,22 @@ async def measure(
         for size in sizes:
             batch = [*islice(values, size)]
             began_at, cpu_at = perf_counter(), thread_time()
+            before = len(watcher.seconds)
             await asyncio.gather(*map(batcher.process_batched, batch))
+            if all(found != size for found, _ in watcher.seconds[before:]):
+                # The batch has failed, and was computed in parts.
+                sizes, fails_from = [one for one in sizes if one < size], size
+                break
             if size == 1:
                 latencies.append(perf_counter() - began_at)
                 cpu_seconds.append(thread_time() - cpu_at)
     seconds: dict[int, list[float]] = {}
     for size, found in sorted(watcher.seconds):
-        seconds.setdefault(size, []).append(found)
+        if size in sizes:
+            seconds.setdefault(size, []).append(found)
     overhead = max(0.0, median(latencies) - median(seconds[1]))
     # Clocks of CPU time may be coarse.
-    return Measurement(seconds, overhead, max(median(cpu_seconds), 1e-6))
+    return Measurement(seconds, overhead, max(median(cpu_seconds), 1e-6), fails_from)
 
 
 async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) -> Check:
@@ -319,7 +333,8 @@ async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) 
         lambda batch: asyncio.gather(*map(batcher.process_batched, batch)), inputs
     )
     if found is not None:
-        return Check(name, "bad", found)
+        # A model may be random on purpose.
+        return Check(name, "warning" if AT_RANDOM in found else "bad", found)
     return Check(name, "good", "outputs do not depend on the other inputs of their batch")
 
 

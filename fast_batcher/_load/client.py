@@ -133,8 +133,8 @@ class Record:
 
     # Good answers to requests of the measured time.
     latencies: list[float] = field(default_factory=list)
-    # Good answers per second in the measured time. Each counts with the share of its time, from its
-    # scheduled arrival on, that lies there: nothing is rounded to whole batches or pauses.
+    # Good answers per second in the measured time. In a closed loop each counts with the share of
+    # its time that lies there, so nothing is rounded to whole batches or pauses.
     rate: float = 0.0
     # All requests of the measured time.
     requests: int = 0
@@ -234,7 +234,10 @@ class Connection(asyncio.Protocol):
         body, self._body, self._end = b"".join(self._body), [], None
         self._has_length = False
         due, self.due = self.due, None
-        assert due is not None, "a server only answers requests"
+        if due is None:  # it ends an idle connection, as with 408
+            self._owner.disconnected(self, "an answer without a request")
+            self.close()
+            return
         if not is_open:
             self.close()
         self._owner.answered(self, due, status, body, is_open=is_open)
@@ -312,7 +315,7 @@ class Client:
         self._is_over = False
         # Until the start nothing begins, and nothing is over.
         self._measured_from, self._measured_until = math.inf, -math.inf
-        # Good answers, each with the share of its time in the measured time.
+        # Good answers of the measured time, or the shares of them.
         self._answered = 0.0
         # When the last good answer of the measured time came.
         self._last_answer = math.inf
@@ -497,8 +500,10 @@ class Client:
         self.record.answers += 1
         if self._is_measured(due):
             self.record.latencies.append(now - due)
-        inside = min(now, self._measured_until) - max(due, self._measured_from)
-        if inside > 0:
+        if self._plan.rate is not None:
+            # An answer that comes after a growing queue says nothing about this time.
+            self._answered += self._is_measured(now)
+        elif (inside := min(now, self._measured_until) - max(due, self._measured_from)) > 0:
             self._answered += inside / (now - due)
         if self._is_measured(now):
             self._note_gap(now)

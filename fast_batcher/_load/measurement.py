@@ -18,6 +18,8 @@ from fast_batcher._load.client import ANSWER_LIMIT, Plan, Record, Target
 
 # For the start of the clients and for their results, seconds. It only ends what hangs.
 SPARE_TIME = 300.0
+# For the last words of a client that has failed, seconds.
+COMPLAINT_LIMIT = 2.0
 # For the status page, which answers in milliseconds, seconds. Another server may not answer at all.
 PAGE_LIMIT = 2.0
 
@@ -33,17 +35,21 @@ class Batches(NamedTuple):
     batches: int
     # The largest `max_batch_size`.
     limit: int
+    # Id of the process that has answered: without `shared`, others have counts of their own.
+    process: int
 
 
 def read_batches(target: Target) -> Batches | None:
     """Read the counts from the data of the status page, None without such a page."""
     try:
         status, body = target.ask("GET", "/batchers.json", limit=PAGE_LIMIT)
-        found = json.loads(body)["batchers"] if status == 200 else []
+        page = json.loads(body) if status == 200 else {}
+        found = page.get("batchers", [])
         return Batches(
             sum(one["totals"]["completed"] for one in found),
             sum(one["totals"]["batches"] for one in found),
             max(one["max_batch_size"] for one in found),
+            page["pid"],
         )
     except (OSError, ValueError, LookupError, TypeError):
         return None  # a page of another kind, or none
@@ -68,7 +74,8 @@ class Case:
         """Name the load."""
         if self.rate is None:
             return f"{self.clients} client{'s' if self.clients != 1 else ''}"
-        return f"{self.rate:.0f}/s" + (f" ({self.share:.0%})" if self.share else "")
+        rate = f"{self.rate:.0f}" if self.rate >= 100 else f"{self.rate:.3g}"
+        return f"{rate}/s" + (f" ({self.share:.0%})" if self.share else "")
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,8 @@ def measure_case(
     after = None if before is None else read_batches(target)
     if before is not None and after is not None and after.batches > before.batches:
         completed = after.completed - before.completed
-        figures["mean_batch"] = completed / (after.batches - before.batches)
+        if after.process == before.process:
+            figures["mean_batch"] = completed / (after.batches - before.batches)
         figures["max_batch_size"] = after.limit
     lost: Counter[str] = Counter()
     for record in records:
@@ -228,8 +236,11 @@ def _wait(client: subprocess.Popen[str], output: IO[str], limit: float) -> Recor
 
 
 def _complaint(client: subprocess.Popen[str]) -> LoadError:
-    client.kill()
-    _, text = client.communicate()
+    try:  # it may still write why
+        _, text = client.communicate(timeout=COMPLAINT_LIMIT)
+    except subprocess.TimeoutExpired:
+        client.kill()
+        _, text = client.communicate()
     last_line = text.strip().splitlines()[-1:] or ["it said nothing in time"]
     return LoadError(f"the client failed: {last_line[0].removeprefix('RuntimeError: ')}")
 

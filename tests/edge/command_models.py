@@ -55,6 +55,15 @@ class LogsBadly(Doubler):
         logging.getLogger("fast_batcher.app").warning("broken %d", "text")
 
 
+class UpToSix(Doubler):
+    """Fails for larger batches, as for want of memory."""
+
+    def infer(self, inputs: list[int]) -> list[int]:
+        if len(inputs) > 6:
+            raise RuntimeError("CUDA out of memory")
+        return super().infer(inputs)
+
+
 class NoWeights(Doubler):
     def __init__(self) -> None:
         raise FileNotFoundError("weights.pt")

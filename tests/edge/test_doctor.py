@@ -171,6 +171,20 @@ def test_a_broken_message_is_no_finding_and_no_error() -> None:
     assert (code, "log" in checks) == (0, False)
 
 
+def test_batches_that_fail_are_not_timed(tmp_path: Path) -> None:
+    done = run("command_models:UpToSix", "--inputs", "command_models:INPUTS", "--json")
+    batches = [one for one in json.loads(done.stdout) if one["name"] == "batches"]
+    assert [one["level"] for one in batches] == ["good", "warning"]
+    assert "t(4) = " in batches[0]["text"]
+    assert "t(6)" not in batches[0]["text"]
+    assert "batches of 8 fail" in batches[1]["text"]
+    inputs = ("--inputs", "command_models:INPUTS", "--most", "8", "--json")
+    done = run("command_models:UpToSix", *inputs, name="tune")
+    found = json.loads(done.stdout)
+    assert [one["max_batch_size"] for one in found["advice"]["candidates"]] == [1, 2, 4]
+    assert found["fails_from"] == 8
+
+
 def test_log_level_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
     level = logging.getLogger("fast_batcher").level

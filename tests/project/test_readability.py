@@ -46,8 +46,8 @@ FOREIGN_NAMES = {
 # do not count. The first pattern that fits a file counts. A budget rises for a new ability alone.
 BUDGETS = {
     "streams": (r"stepped\.py|_session/streams\.py|_worker/steps\.py", 418),
-    "independence": (r"_independence\.py", 91),
-    "tools": (r"(_cli|_load)/|__main__\.py", 2300),
+    "independence": (r"_independence\.py", 92),
+    "tools": (r"(_cli|_load)/|__main__\.py", 2338),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1601),
     "core": ("", 17_905),
 }
