@@ -358,9 +358,20 @@ def is_much_worse(outcome: Outcome, predicted: Outcome) -> bool:
 
 
 def _list_warnings(found: Found) -> Iterator[str]:
-    advice, chosen = found.advice, found.advice.chosen
     if found.fails_from is not None:
-        yield f"batches of {found.fails_from} fail; larger ones than that were not timed"
+        yield f"batches of {found.fails_from} fail; larger ones were not timed"
+    yield from _list_warnings_of_load(found)
+    if found.overridden:
+        names = ", ".join(f"{name} ({source})" for name, source in found.overridden.items())
+        yield f"a file has no effect on {names}: change it there"
+    if found.real is not None and is_much_worse(found.real.outcome, found.real.predicted):
+        yield "the real run is much worse than predicted: do not use these settings"
+    if found.real is not None and found.real.first_error:
+        yield f"in the real run: {found.real.first_error}"
+
+
+def _list_warnings_of_load(found: Found) -> Iterator[str]:
+    advice, chosen = found.advice, found.advice.chosen
     if not advice.meets_target:
         yield "no size answers 95 % within the target; allow more workers, or a later answer"
     if advice.rate > chosen.capacity * chosen.num_workers:
@@ -379,10 +390,3 @@ def _list_warnings(found: Found) -> Iterator[str]:
             f"the event loop of one process sends and answers about {advice.loop_capacity:.3g} "
             "requests per second; use several server processes"
         )
-    if found.overridden:
-        names = ", ".join(f"{name} ({source})" for name, source in found.overridden.items())
-        yield f"a file has no effect on {names}: change it there"
-    if found.real is not None and is_much_worse(found.real.outcome, found.real.predicted):
-        yield "the real run is much worse than predicted: do not use these settings"
-    if found.real is not None and found.real.first_error:
-        yield f"in the real run: {found.real.first_error}"
