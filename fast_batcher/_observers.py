@@ -50,7 +50,7 @@ class BatchContexts:
         """Return the context manager of one batch, which enters and exits these."""
         return _Joined(contexts, self._log) if contexts else NO_CONTEXTS
 
-    def join_pickled(self, pickled: list[bytes]) -> AbstractContextManager[None]:
+    def join_pickled(self, pickled: Sequence[bytes]) -> AbstractContextManager[None]:
         """Return the context manager of one batch, which enters and exits these, each pickled."""
         contexts: list[AbstractContextManager[Any]] = []
         for data in pickled:

@@ -51,7 +51,7 @@ from fast_batcher._host.protocol import (
     unpack_error,
     unpack_failure,
 )
-from fast_batcher._parent.sending import OutcomeReader, PicklingWatch, dump_input, make_pickler
+from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
     CopyState,
@@ -216,7 +216,6 @@ class RemoteSession(Session):
         )
         self._inputs = HostInputs(settings, loop, self._name)
         self._evaluator = CostEvaluator(settings, self._name, methods)
-        self._reader = OutcomeReader()
         # The requests without an outcome; of these the ones to be sent, by id.
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
         self._arrivals: dict[int, Request] = {}
@@ -422,7 +421,7 @@ class RemoteSession(Session):
 
     def _read_outcome(self, packed: Any) -> Any:
         if isinstance(packed, bytes):
-            return self._reader.read_item(packed)
+            return decode(packed)
         return unpack_failure(packed)
 
     def _expire(self) -> None:
