@@ -1,10 +1,15 @@
 """Frames of workers to outcomes: outputs and failures by position."""
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 from models.returning import BrokenOnArrival
+from sessions import session_of
+from waits import LIMIT, until
 
+from fast_batcher import DynBatcher, InferenceModel
 from fast_batcher._core.values import Failed, Failure, Order
 from fast_batcher._devices import Placement
 from fast_batcher._parent.sending import BatchSender, FrameWorker
@@ -97,3 +102,31 @@ def test_output_that_cannot_be_unpickled_fails(error: BaseException) -> None:
     assert isinstance(error_of(two), InferenceError)
     assert "cannot be unpickled" in str(error_of(two))
     assert type(error).__name__ in str(error_of(two))
+
+
+class Waits(InferenceModel[Any, Any]):
+    """Computes until the test is over."""
+
+    is_over = threading.Event()
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        self.is_over.wait(LIMIT)
+        return inputs
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_wrong_number_of_outcomes_breaks_the_protocol(count: int) -> None:
+    Waits.is_over.clear()
+    async with DynBatcher(Waits, workers="threads") as batcher:
+        calls = [asyncio.create_task(batcher.process_batched(number)) for number in range(2)]
+        session = session_of(batcher)
+        await until(lambda: any(True for _ in session.scheduler.workers.all_batches()))
+        (batch,) = session.scheduler.workers.all_batches()
+        message = f"{count} outcomes came back for 2 requests"
+        with pytest.raises(TransportError, match=message):
+            session.answered(batch.worker, batch.id, 0.0, lambda: ["a"] * count)
+        for call in calls:
+            with pytest.raises(TransportError, match=message):
+                await call
+        Waits.is_over.set()

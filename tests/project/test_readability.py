@@ -25,10 +25,10 @@ PROCESS_WIDE = {
 # The parts of the package, and the most lines of code of each; docstrings, comments and blank lines
 # do not count. The first pattern that fits a file counts. A budget rises for a new ability alone.
 BUDGETS = {
-    "streams": (r"stepped\.py|_session/streams\.py|_worker/steps\.py", 418),
+    "streams": (r"stepped\.py|_session/streams\.py|_worker/steps\.py", 393),
     "tools": (r"(_cli|_load)/|__main__\.py", 2299),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1601),
-    "core": ("", 17_911),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1600),
+    "core": ("", 17_910),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
