@@ -28,7 +28,7 @@ BUDGETS = {
     "streams": (r"stepped\.py|_session/streams\.py|_worker/steps\.py", 393),
     "tools": (r"(_cli|_load)/|__main__\.py", 2299),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1600),
-    "core": ("", 17_910),
+    "core": ("", 17_907),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
