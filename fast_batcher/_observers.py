@@ -272,7 +272,7 @@ class Observers:
             self._pauses.append(CollectionPaused(info["generation"], seconds))
 
     def tell(self, event: Event, *, follow: bool | None = None) -> None:
-        """Call every observer, only those that follow batches, or only the others.
+        """Call every observer, only the followers of batches, or only the others.
 
         They are called in an empty context; the first error of each is logged.
         """

@@ -152,11 +152,11 @@ class Rejection(NamedTuple):
 
 
 class Order(IntEnum):
-    """What a worker is told besides batches; the values are those of `Kind` in `_transport`."""
+    """Orders to a worker; the values are those of `Kind` in `_transport`."""
 
     STOP = 5  # finish what has arrived, then end
     PING = 6
-    # About a stream, which is the batch with this id.
+    # The orders below name a stream, which is the batch with this id.
     LEAVE = 12  # no caller waits for it any more: it is skipped, unless it has ended
     PAUSE = 13  # its caller does not keep up: leave it out of the steps
     RESUME = 14  # its caller has read
@@ -180,7 +180,7 @@ class Failure(NamedTuple):
     error: BatcherError
 
 
-# Ids of the batches that get a chunk from a step of a `SteppedModel`, and of those that have ended.
+# Batch ids after a step of a `SteppedModel`: streams that get a chunk, and streams that have ended.
 Step = tuple[list[int], list[int]]
 
 

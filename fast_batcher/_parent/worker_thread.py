@@ -56,7 +56,7 @@ class ThreadWorker(WorkerHandle):
     def __init__(self, *arguments: Any, latency: Callable[[], float] = float) -> None:
         super().__init__(*arguments)
         self._latency = latency
-        # For the thread: the model, then batches and orders, and None to end.
+        # The thread takes the model, then batches and orders, and None to end.
         self._tasks: SimpleQueue[Any] = SimpleQueue()
         # Reports from the thread that the loop has not made yet.
         self._reports: deque[Callable[[], None]] = deque()

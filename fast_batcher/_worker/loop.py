@@ -149,7 +149,7 @@ class ReplyEncoder:
 
 def describe_errors(outputs: list[Any], errors: dict[int, SerializedError]) -> None:
     """Add the exceptions among the outputs to the errors by position."""
-    # By `type`: `isinstance` asks `__class__`, which is the user's code, and types are few.
+    # The check uses `type`: `isinstance` asks `__class__`, which is the user's code.
     if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
         for position, output in enumerate(outputs):
             if issubclass(type(output), BaseException):

@@ -88,12 +88,12 @@ class StageLoop:
         self._loop = loop
         self._port = port
         self._stages = stages
-        # From the reader thread: batches with the calls of their first stage, and None at the end.
+        # The reader thread puts batches with the calls of their first stage, and None at the end.
         # An exception of a thread ends the main thread, and so the process.
         self._received: SimpleQueue[tuple[BatchJob | BaseException | None, Calls | None]] = (
             SimpleQueue()
         )
-        # From the main thread: batches with the calls of their last stage, and None at the end.
+        # The main thread puts batches with the calls of their last stage, and None at the end.
         self._computed: SimpleQueue[tuple[BatchJob | None, Calls | None]] = SimpleQueue()
 
     def run(self) -> None:
