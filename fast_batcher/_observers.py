@@ -50,7 +50,7 @@ class BatchContexts:
         """Return the context manager of one batch, which enters and exits these."""
         return _Joined(contexts, self._log) if contexts else NO_CONTEXTS
 
-    def join_pickled(self, pickled: list[bytes]) -> AbstractContextManager[None]:
+    def join_pickled(self, pickled: Sequence[bytes]) -> AbstractContextManager[None]:
         """Return the context manager of one batch, which enters and exits these, each pickled."""
         contexts: list[AbstractContextManager[Any]] = []
         for data in pickled:
@@ -201,14 +201,24 @@ class Observers:
                 found[position] = managers, is_followed
         return found
 
+    def restore_context(self, managers: list[bytes]) -> Context:
+        """Make a context of a caller in another process, from its `Carried` context managers."""
+        context = Context()
+        context.run(self._contexts.join_pickled(managers).__enter__)
+        return context
+
     def follow(
         self,
-        batch: Batch,
+        dispatched: Batch | BatchDispatched,
         convert: Callable[[AbstractContextManager[Any]], _GivenT],
     ) -> list[_GivenT]:
-        """Tell the observers that follow batches that one is dispatched."""
+        """Tell the observers that follow batches of a dispatch; return the contexts they give."""
         if not self.followers:
             return []
+        event = self._describe(dispatched) if isinstance(dispatched, Batch) else dispatched
+        return Context().run(self._follow, event, convert)
+
+    def _describe(self, batch: Batch) -> BatchDispatched:
         event = batch.dispatched = BatchDispatched(
             model=self._name,
             worker=batch.worker_index,
@@ -219,23 +229,9 @@ class Observers:
             dispatched_at=batch.sent_at,
             contexts=[request.context for request in batch.requests],
         )
-        return self.announce(event, convert)
+        return event
 
-    def restore_context(self, managers: list[bytes]) -> Context:
-        """Make a context of a caller in another process, from its `Carried` context managers."""
-        context = Context()
-        context.run(self._contexts.join_pickled(managers).__enter__)
-        return context
-
-    def announce(
-        self,
-        event: BatchDispatched,
-        convert: Callable[[AbstractContextManager[Any]], _GivenT],
-    ) -> list[_GivenT]:
-        """Tell the observers that follow batches; return the contexts that they give."""
-        return Context().run(self._announce, event, convert)
-
-    def _announce(
+    def _follow(
         self,
         event: BatchDispatched,
         convert: Callable[[AbstractContextManager[Any]], _GivenT],
@@ -275,13 +271,14 @@ class Observers:
             seconds = perf_counter() - self._pause_began
             self._pauses.append(CollectionPaused(info["generation"], seconds))
 
-    def tell(self, event: Event) -> None:
-        """Call every observer, in an empty context; log the first error of each."""
-        Context().run(self._tell, event, self.active)
+    def tell(self, event: Event, *, follow: bool | None = None) -> None:
+        """Call every observer, only the followers of batches, or only the others.
 
-    def tell_some(self, event: Event, *, follow: bool) -> None:
-        """Call the observers that follow batches, or the others."""
-        observers = [observer for observer in self.active if (observer in self.followers) == follow]
+        They are called in an empty context; the first error of each is logged.
+        """
+        observers = self.active
+        if follow is not None:
+            observers = [found for found in observers if (found in self.followers) is follow]
         Context().run(self._tell, event, observers)
 
     def _tell(self, event: Event, observers: Sequence[Observer]) -> None:

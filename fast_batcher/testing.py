@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from typing import Any, Self, cast, get_args
 
@@ -26,13 +25,15 @@ from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.queue import Queue
 from fast_batcher._core.values import Batch, Release, Request, settle
 from fast_batcher._independence import MOST_INPUTS, find_dependence
-from fast_batcher._parent.pool import MakeWorker
+from fast_batcher._parent.sending import decode, dump_inputs, make_pickler
+from fast_batcher._parent.worker_handle import WorkerHandle
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._transport.pickling import describe
+from fast_batcher._worker.loop import limit_output, pickle_output, unpickle_item
 from fast_batcher.batcher import DynBatcher, session_makers
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -374,6 +375,22 @@ class _HoldingPolicy(Policy):
         self._policy.batch_skipped()
 
 
+class _PicklingWorker(ThreadWorker):
+    """A thread whose inputs and outputs are pickled as for a process: some cannot be sent."""
+
+    copies_outputs = False
+
+    def _pass_inputs(self, batch: Batch) -> list[Any]:
+        pickler, limit = make_pickler(self._settings), self._settings.max_frame_bytes
+        items, unsendable = dump_inputs(pickler, batch, limit)
+        if unsendable:
+            self.listener.inputs_unsendable(batch, unsendable)
+        return [unpickle_item(item) for item in items]
+
+    def _pass_output(self, output: Any) -> Any:
+        return decode(limit_output(pickle_output(output), self._settings.max_frame_bytes))
+
+
 class _KitSession(LocalSession):
     """A session for tests: it records and holds batches, and lets calls fail."""
 
@@ -392,13 +409,12 @@ class _KitSession(LocalSession):
     def _make_policy(self, settings: Settings) -> Policy:
         return _HoldingPolicy(self._kit, super()._make_policy(settings))
 
-    def _choose_worker_kind(self) -> MakeWorker:
+    def _make_worker(self, *arguments: Any) -> WorkerHandle:
         is_threaded = self.settings.workers == "threads"
         if self._kit.workers == "processes" and not is_threaded:
-            return super()._choose_worker_kind()
-        # Pickled as for a process, so that a test finds what cannot be sent.
-        latency = lambda: self._kit.latency  # noqa: E731
-        return partial(ThreadWorker, latency=latency, takes_values=is_threaded)
+            return super()._make_worker(*arguments)
+        make = ThreadWorker if is_threaded else _PicklingWorker
+        return make(*arguments, latency=lambda: self._kit.latency)
 
     def wake(self) -> None:
         """Decide again about the waiting requests. Any thread."""

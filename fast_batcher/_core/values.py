@@ -17,7 +17,7 @@ a batch until that part of the scheduler reaches it, and is skipped there.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -151,6 +151,26 @@ class Rejection(NamedTuple):
         return self.kind(self.text, retry_after=self.retry_after)
 
 
+class Order(IntEnum):
+    """Orders to a worker; the values are those of `Kind` in `_transport`."""
+
+    STOP = 5  # finish what has arrived, then end
+    PING = 6
+    # The orders below name a stream, which is the batch with this id.
+    LEAVE = 12  # no caller waits for it any more: it is skipped, unless it has ended
+    PAUSE = 13  # its caller does not keep up: leave it out of the steps
+    RESUME = 14  # its caller has read
+
+
+class Failed(IntEnum):
+    """Consequence of an error of a whole batch; the values are those of `Kind` in `_transport`."""
+
+    FOR_GOOD = 23  # a retry cannot succeed
+    RAISED = 24  # `infer` raised
+    OUT_OF_MEMORY = 25  # `infer` ran out of memory
+    FATAL = 26  # `infer` raised, and the process cannot use its device any more
+
+
 class Failure(NamedTuple):
     """Outcome that is an error, made for one caller: a shared one would collect tracebacks.
 
@@ -158,6 +178,10 @@ class Failure(NamedTuple):
     """
 
     error: BatcherError
+
+
+# Batch ids after a step of a `SteppedModel`: streams that get a chunk, and streams that have ended.
+Step = tuple[list[int], list[int]]
 
 
 class Group:

@@ -51,7 +51,7 @@ from fast_batcher._host.protocol import (
     unpack_error,
     unpack_failure,
 )
-from fast_batcher._parent.sending import OutcomeReader, PicklingWatch, dump_input, make_pickler
+from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
     CopyState,
@@ -216,7 +216,6 @@ class RemoteSession(Session):
         )
         self._inputs = HostInputs(settings, loop, self._name)
         self._evaluator = CostEvaluator(settings, self._name, methods)
-        self._reader = OutcomeReader()
         # The requests without an outcome; of these the ones to be sent, by id.
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
         self._arrivals: dict[int, Request] = {}
@@ -422,7 +421,7 @@ class RemoteSession(Session):
 
     def _read_outcome(self, packed: Any) -> Any:
         if isinstance(packed, bytes):
-            return self._reader.read_item(packed)
+            return decode(packed)
         return unpack_failure(packed)
 
     def _expire(self) -> None:
@@ -554,7 +553,7 @@ class RemoteSession(Session):
         elif frame.kind == Kind.FOLLOWED:
             self._end_batch(*loads(frame.body))
         elif frame.batch_id:
-            observers.tell_some(loads(frame.body), follow=False)
+            observers.tell(loads(frame.body), follow=False)
         else:
             observers.tell(loads(frame.body))
 
@@ -564,7 +563,7 @@ class RemoteSession(Session):
         """Tell the observers of a batch; the host waits for the contexts that they give."""
         event = replace(event, contexts=[self._find_context(caller) for caller in callers])
         self._followed[event.batch_id] = event
-        given = self._ledger.observers.announce(event, dumps)
+        given = self._ledger.observers.follow(event, dumps)
         self._link.send(Kind.BATCH_CONTEXTS, dumps((event.batch_id, given)))
 
     def _find_context(self, caller: int | list[bytes] | None) -> Context | None:
@@ -582,7 +581,7 @@ class RemoteSession(Session):
         if dispatched is None:  # this process did not read when it was dispatched
             return
         if isinstance(end, str):
-            self._ledger.observers.tell_some(BatchLost(dispatched, end), follow=True)
+            self._ledger.observers.tell(BatchLost(dispatched, end), follow=True)
             return
         contexts = [None if at is None else dispatched.contexts[at] for at in positions]
         requests = [
@@ -590,7 +589,7 @@ class RemoteSession(Session):
             for request, context in zip(end.requests, contexts, strict=True)
         ]
         event = replace(end, requests=requests, dispatched=dispatched)
-        self._ledger.observers.tell_some(event, follow=True)
+        self._ledger.observers.tell(event, follow=True)
 
     def _lose_batches(self, reason: str) -> None:
         """Tell the observers that the batches that they follow have no answer."""

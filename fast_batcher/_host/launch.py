@@ -18,7 +18,8 @@ from multiprocessing import spawn
 from pathlib import Path
 
 from fast_batcher._host.directory import identify_socket
-from fast_batcher._parent.worker_process import describe_exit, launch
+from fast_batcher._parent.worker_handle import describe_exit
+from fast_batcher._parent.worker_process import launch
 from fast_batcher._process import monotonic, occupy_stdio
 from fast_batcher._transport.progress import make_memory_file
 from fast_batcher.errors import WorkerStartupError

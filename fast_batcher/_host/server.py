@@ -11,7 +11,6 @@ reporter; batches with contexts of callers are followed by the process of one of
 import asyncio
 import contextlib
 import errno
-import functools
 import logging
 import os
 import socket
@@ -43,14 +42,12 @@ from fast_batcher._host.rendezvous import check_peer, has_rival
 from fast_batcher._host.tenant import (
     HostSender,
     OpaquePickler,
-    OpaqueReader,
     Tenant,
     find_followed,
 )
-from fast_batcher._parent.pool import MakeWorker
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerHandle
+from fast_batcher._parent.worker_handle import Exit, WorkerHandle
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Status
@@ -253,8 +250,6 @@ class HostSession(LocalSession):
     It takes inputs and outputs as bytes: the host must not import the types of the app.
     """
 
-    _reader = OpaqueReader()
-
     def __init__(self, hello: Hello, on_change: Callable[[], None]) -> None:
         # Large outputs go through the pipe: a host cannot pass them on without a copy.
         settings = Settings(
@@ -293,18 +288,20 @@ class HostSession(LocalSession):
         """Open memory for all ranges. The host writes nothing there."""
         return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
 
-    def _choose_worker_kind(self) -> MakeWorker:
-        if not isinstance(self.settings.workers, RayWorkers):
-            return super()._choose_worker_kind()
+    def _make_worker(self, *arguments: Any) -> WorkerHandle:
+        workers = self.settings.workers
+        if not isinstance(workers, RayWorkers):
+            return super()._make_worker(*arguments)
         from fast_batcher._ray.cluster import Cluster
         from fast_batcher._ray.handle import RayWorker
 
-        self._cluster = Cluster(self.settings.workers)
-        return functools.partial(RayWorker, self._cluster)
+        if self._cluster is None:
+            self._cluster = Cluster(workers)
+        return RayWorker(self._cluster, self.sender, *arguments)
 
     def _make_sender(self) -> BatchSender:
         self.host_sender = HostSender(
-            self.settings, self.memory, self.pool.workers, self, self._name, OpaquePickler()
+            self.settings, self.memory, self.pool.workers, self._name, OpaquePickler(0)
         )
         return self.host_sender
 

@@ -25,13 +25,12 @@ from fast_batcher._host.protocol import (
     pack_outcome,
 )
 from fast_batcher._observers import Carried
-from fast_batcher._parent.sending import BatchSender, OutcomeReader
+from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
-from fast_batcher._parent.worker_process import WorkerHandle
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
-from fast_batcher._transport.pickling import SerializedError, dumps, loads
-from fast_batcher.errors import BatcherError, UnsendableValueError
+from fast_batcher._transport.pickling import OutOfBandPickler, SerializedError, dumps, loads
+from fast_batcher.errors import UnsendableValueError
 from fast_batcher.observing import BatchAnswered, BatchDispatched
 
 if TYPE_CHECKING:
@@ -62,10 +61,10 @@ class RowInput:
             done()
 
 
-class OpaquePickler:
+class OpaquePickler(OutOfBandPickler):
     """Returns the pickles that API processes have made."""
 
-    def pickle(self, values: list[Any], may_share: Callable[[], bool]) -> list[bytes]:
+    def pickle(self, values: Sequence[Any], may_share: Callable[[], bool]) -> list[bytes]:
         """Return the pickle of each value."""
         return [self.dumps(value) for value in values]
 
@@ -80,16 +79,12 @@ class OpaquePickler:
         return dumps(value)
 
 
-class OpaqueReader(OutcomeReader):
-    """Leaves outputs and errors as they are."""
-
-    def read_item(self, item: bytes) -> Any:
-        """Return an output, which its caller unpickles."""
+def decode_opaquely(item: Any) -> Any:
+    """Leave an output to its caller, who unpickles it, and an error as well."""
+    if isinstance(item, bytes):
         return Pickled(item)
-
-    def read_error(self, error: SerializedError) -> Failure:
-        """Return the failure for one request."""
-        return Failure((OpaqueRefusal if error.is_refusal else OpaqueError)(error))
+    error = SerializedError(*item)
+    return Failure((OpaqueRefusal if error.is_refusal else OpaqueError)(error))
 
 
 class CallerContext:
@@ -120,31 +115,29 @@ def find_followed(contexts: Sequence[CallerContext | None]) -> CallerContext | N
 class HostSender(BatchSender):
     """A `BatchSender` that asks API processes for inputs and contexts that it does not have."""
 
+    decode = staticmethod(decode_opaquely)
     # Whether a caller has ever had a context.
     has_contexts = False
 
-    def send(
-        self, batch: Batch, contexts: Sequence[bytes] = ()
-    ) -> list[tuple[Request, BatcherError]]:
+    def send(self, worker: FrameWorker, batch: Batch, contexts: Sequence[bytes]) -> None:
         """Send a batch to its worker, as soon as all of its inputs are here."""
         requests = batch.requests
         if self.has_contexts:
-            self._send_contexts(batch)
+            self._send_contexts(worker, batch)
         if any(request.staged is None or request.staged.slab is None for request in requests):
             absent = [request.value for request in requests if type(request.value) is RowInput]
             if absent:
-                self._announce(batch, contexts)
-                self._send_later(batch, absent)
-                return []
-        return super().send(batch, contexts)
+                self._announce(worker, batch, contexts)
+                self._send_later(worker, batch, absent)
+                return
+        super().send(worker, batch, contexts)
 
-    def _send_contexts(self, batch: Batch) -> None:
+    def _send_contexts(self, worker: FrameWorker, batch: Batch) -> None:
         """Send the contexts in which a batch is computed; its inputs wait behind them."""
         contexts: list[CallerContext | None] = [request.context for request in batch.requests]
         present = [context for context in contexts if context is not None]
         if not present:
             return
-        worker = self._workers[batch.worker]
         followed = find_followed(contexts)
         if followed is None:
             worker.send(Kind.CONTEXTS, batch.id, dumps(present[0].managers))
@@ -162,12 +155,9 @@ class HostSender(BatchSender):
         fill = functools.partial(_fill_contexts, worker, worker.reserve(), batch.id)
         followed.tenant.follow(batch.dispatched, followed.managers, fill)
 
-    def _send_later(self, batch: Batch, absent: list[RowInput]) -> None:
+    def _send_later(self, worker: FrameWorker, batch: Batch, absent: list[RowInput]) -> None:
         """Keep the batch's position among the frames of its worker until the inputs are here."""
-        for request in batch.requests:
-            if request.staged is not None:
-                request.staged.release()
-        worker = self._workers[batch.worker]
+        self._release_staged(batch)
         waiting = {id(value) for value in absent}
         send = functools.partial(self._fill_in_band, worker, worker.reserve(), batch)
         for value in absent:
@@ -175,7 +165,7 @@ class HostSender(BatchSender):
 
 
 def _fill_contexts(
-    worker: WorkerHandle, reservation: Reservation, batch_id: int, managers: list[bytes]
+    worker: FrameWorker, reservation: Reservation, batch_id: int, managers: list[bytes]
 ) -> None:
     frames = [(Kind.CONTEXTS, batch_id, dumps(managers))] if managers else []
     worker.fill(reservation, frames)

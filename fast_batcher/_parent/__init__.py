@@ -2,7 +2,8 @@
 
     parent process                                                worker process
     event loop's thread                                           main thread
-      pool -> worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.loop
+      pool -> worker_handle
+              worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.loop
     spawner thread (pool)                                         watcher thread
       starts the processes                                          ends it when the parent is dead
     copier thread (staging)

@@ -32,18 +32,13 @@ from fast_batcher._core.supervision import (
     Restarts,
     choose_surplus,
 )
+from fast_batcher._core.values import Order
 from fast_batcher._devices import Placement, place_workers
 from fast_batcher._observers import Observers
 from fast_batcher._parent.staging import JobThread, MemoryService
-from fast_batcher._parent.worker_process import (
-    Exit,
-    WorkerHandle,
-    WorkerProcess,
-    WorkerState,
-)
+from fast_batcher._parent.worker_handle import BatchEvents, Exit, WorkerHandle, WorkerState
 from fast_batcher._process import SIGKILL, after_fork_in_child, monotonic
 from fast_batcher._shared_memory.inputs import Slabs
-from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher.errors import BatcherClosedError, WorkerStartupError
 from fast_batcher.model import ModelSpec, is_main_importable
 from fast_batcher.observing import WorkerChange, WorkerChanged
@@ -79,7 +74,7 @@ MAIN_GUARD = (
 MakeWorker = Callable[..., WorkerHandle]
 
 
-class PoolEvents(Protocol):
+class PoolEvents(BatchEvents, Protocol):
     """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
 
     def worker_ready(
@@ -101,9 +96,6 @@ class PoolEvents(Protocol):
 
     def workers_given_up(self, reason: str, seconds: float, /) -> None:
         """Handle that no worker is left, and that the next is started after `seconds`."""
-
-    def frame_arrived(self, worker_id: int, frame: Frame, /) -> None:
-        """Handle a frame of a ready worker; raises if the frame breaks the protocol."""
 
     def idle_workers(self) -> list[int]:
         """Return the ids of the ready workers that have no batch."""
@@ -243,7 +235,7 @@ class Pool:
         memory: MemoryService,
         observers: Observers,
         name: str,
-        make_worker: MakeWorker = WorkerProcess,
+        make_worker: MakeWorker,
     ) -> None:
         self._make_worker = make_worker
         self._settings = settings
@@ -345,9 +337,9 @@ class Pool:
                 self._start(replica)
 
     def read_all(self) -> list[int]:
-        """Dispatch the frames that have arrived; return the workers of frames that arrived in part.
+        """Report the answers that have arrived; return the workers of answers that arrived in part.
 
-        Do not call it while a frame is being dispatched: the frame would be overwritten.
+        Do not call it while an answer is being reported: the answer would be overwritten.
         """
         return [worker.id for worker in self._serving() if worker.read_all()]
 
@@ -407,6 +399,10 @@ class Pool:
                 self.reloading.start_failed(worker, error)
             self._events.worker_failed_to_start(worker.id, error)
             self._restart_later(replica)
+
+    def worker_answers(self, worker: WorkerHandle) -> None:
+        """Note that an idle worker answers."""
+        self.heartbeat.answered(worker.id)
 
     def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
         """Remove a dead worker, report its loss, and schedule its replacement."""
@@ -549,7 +545,7 @@ class Pool:
             replica.placement,
             slabs if isinstance(slabs, Slabs) else None,
             self,
-            self._events.frame_arrived,
+            self._events,
             self._name,
         )
         if replica.worker is None:
@@ -643,7 +639,7 @@ class Pool:
         # The answers to the last pings may have arrived while the loop was blocked.
         self.read_all()
         serving = {worker.id: worker for worker in self._serving()}
-        # Workers that were asked to end read no further frames.
+        # Workers that were asked to end take no further orders.
         idle = [
             worker_id
             for worker_id in self._events.idle_workers()
@@ -656,7 +652,7 @@ class Pool:
                 logger.warning(text, worker.title, HEARTBEAT_INTERVAL)
                 worker.kill()
         for worker_id in to_ping:
-            serving[worker_id].send(Kind.PING, 0, b"")
+            serving[worker_id].order(Order.PING)
         self._beats += 1
         if self._beats % BEATS_TO_KEEP_MEMORY == 0:
             self._memory.give_back_unused()
@@ -708,7 +704,7 @@ class Pool:
         end_pools([self], grace)
 
     def begin_end(self) -> None:
-        """Start no more workers, send no more frames, and close the pipes of the workers."""
+        """Start no more workers, send nothing more, and disconnect the workers."""
         self.is_closing = True
         self._cancel_timers()
         self._spawner.hold()

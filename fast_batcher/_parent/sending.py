@@ -1,19 +1,23 @@
 """Batches to workers and their answers, as frames or in shared memory. Parent, event loop's thread.
 
-A batch is usually one frame. The other paths in this module serve a batch with an input that cannot
-be pickled, a batch larger than a frame, and large inputs, which go through memory that is shared
-with the workers. The sender does not choose batches, which the scheduler does. `read_outcomes` and
-`read_shared_outcomes` read what comes back.
+    session --compute--> FrameWorker --> BatchSender --frames--> worker
+    session <--BatchEvents-- FrameWorker <--frames-- worker
+
+A batch is usually one frame. The other paths of `BatchSender` serve a batch with an input that
+cannot be pickled, a batch larger than a frame, and large inputs, which go through memory that is
+shared with the workers. The sender does not choose batches, which the scheduler does.
 """
 
 import functools
 import io
 import logging
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any
 
-from fast_batcher._core.values import Batch, Failure, Request, most_batches
+from fast_batcher._core.values import Batch, Failed, Failure, Order, Step, most_batches
 from fast_batcher._parent.staging import (
     MOST_AT_ONCE,
     CopyState,
@@ -21,12 +25,12 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
-from fast_batcher._parent.worker_process import WorkerHandle
+from fast_batcher._parent.worker_handle import Answer, Unsendable, WorkerHandle, WorkerState
 from fast_batcher._process import SLOW, monotonic
+from fast_batcher._shared_memory import outbox
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
-from fast_batcher._shared_memory.outbox import Answer, OutboxReader
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import KIND_NAMES, Frame, Kind, Reservation
+from fast_batcher._transport.channels import KIND_NAMES, Frame, Frames, Kind, Reservation
 from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     OutOfBandPickle,
@@ -48,96 +52,75 @@ from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-Send = Callable[[int, int, bytes], None]
 # Sends a batch once its inputs are copied; the argument says whether a copy has failed.
 Fill = Callable[[bool], None]
 
 
-class SenderEvents(Protocol):
-    """Events that a sender reports to its listener, on the loop's thread."""
+def decode(item: Any) -> Any:
+    """Return the output, or the `Failure`, that a worker has pickled for one request."""
+    try:
+        if isinstance(item, bytes):
+            return loads(item)
+        return Failure(SerializedError(*item).to_error())
+    except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+        return _unreadable(error)
 
-    def inputs_unsendable(
-        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]], /
-    ) -> None:
-        """Inputs of a batch that `send` has taken turn out not to be sendable."""
 
-
-class InputPickler(Protocol):
-    """Pickles inputs; see `OutOfBandPickler`."""
-
-    def pickle(
-        self, values: list[Any], may_share: Callable[[], bool]
-    ) -> list[bytes] | OutOfBandPickle:
-        """Pickle the values of a batch, in one of two forms."""
-
-    def dumps(self, value: Any) -> bytes:
-        """Pickle one value in-band."""
+def _unreadable(error: BaseException) -> Failure:
+    return Failure(InferenceError(f"the output cannot be unpickled: {one_line(error)}"))
 
 
 class BatchSender:
-    """Sends batches to ready workers, and keeps the leases on shared inputs."""
+    """Sends the batches of a session to its ready workers."""
+
+    # Makes the outcome of one request. A host leaves it to the caller.
+    decode = staticmethod(decode)
 
     def __init__(
         self,
         settings: Settings,
         memory: MemoryService,
-        workers: Mapping[int, WorkerHandle],
-        events: SenderEvents,
+        workers: Mapping[int, Any],
         name: str,
-        pickler: InputPickler | None = None,
+        pickler: OutOfBandPickler | None = None,
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
         self._memory = memory
-        # The pool's records of workers, by id.
+        # The pool's records of workers, by id: each is a `FrameWorker`.
         self._workers = workers
-        self._events = events
         self._name = name
         self._has_warned = False
         # Copies large inputs into shared memory on arrival.
         self.arena = InputArena(memory, settings, self._warn)
-        self._pickler: InputPickler = pickler or make_pickler(settings)
+        self._pickler = pickler or make_pickler(settings)
         self._watch = PicklingWatch(name)
 
-    def send(
-        self, batch: Batch, contexts: Sequence[bytes] = ()
-    ) -> list[tuple[Request, BatcherError]]:
-        """Send a batch to its worker; return the requests whose input cannot be sent.
-
-        The caller removes these from the batch; the worker gets the others.
-        """
+    def send(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
+        """Send a batch to its worker; report the inputs that cannot be sent."""
         requests = batch.requests
-        worker = self._workers[batch.worker]
         group = requests[0].group
         if contexts or (group is not None and group.method is not None):
-            self._announce(batch, contexts)
+            self._announce(worker, batch, contexts)
         if requests[0].staged is not None and self._send_staged(batch, worker):
-            return []
+            return
         values = [request.value for request in requests]
-        if worker.takes_values:
-            worker.send(Kind.VALUES, batch.id, values)
-            return []
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
             worker.send(Kind.INPUT_ATOMS, batch.id, body)
-            return []
-        return self._send_apart(batch, values, worker)
+        else:
+            self._send_apart(batch, values, worker)
 
-    def _announce(self, batch: Batch, contexts: Sequence[bytes]) -> None:
+    def _announce(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
         """Send what precedes the inputs of a batch: its contexts, and its method."""
-        worker = self._workers[batch.worker]
         if contexts:
             worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
         group = batch.requests[0].group
         if group is not None and group.method is not None:
             worker.send(Kind.METHOD, batch.id, group.method.name.encode())
 
-    def _send_apart(
-        self, batch: Batch, values: list[Any], worker: WorkerHandle
-    ) -> list[tuple[Request, BatcherError]]:
+    def _send_apart(self, batch: Batch, values: list[Any], worker: "FrameWorker") -> None:
         """Pickle the inputs one by one, and send them through the pipe or shared memory."""
-        for request in batch.requests:
-            if request.staged is not None:  # staged inputs are used only if all inputs are staged
-                request.staged.release()
+        self._release_staged(batch)
         pickled: list[bytes] | OutOfBandPickle | None
         began_at = monotonic()
         try:
@@ -150,49 +133,30 @@ class BatchSender:
             # The limit of a single output: a model may return its input.
             fits = pickling.fits(pickled.size, self._max_frame_bytes)
             if fits and self._send_shared(batch, pickled, worker):
-                return []
+                return
             pickled.release()
         elif pickled is not None:
             body = dumps(pickled)
             if len(body) <= self._max_frame_bytes:
                 worker.send(Kind.INPUTS, batch.id, body)
-                return []
-        return self._send_items(batch, worker.send)
+                return
+        for frame in self._pack_items(batch, worker):
+            worker.send(*frame)
 
-    def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
-        """Send a batch through the pipe in one or more frames; return the unsendable requests."""
-        items: list[bytes | SerializedError] = []
-        unsendable: list[tuple[Request, BatcherError]] = []
+    def _release_staged(self, batch: Batch) -> None:
+        """Free the staged inputs of a batch, which are used only if all inputs are staged."""
         for request in batch.requests:
-            item = dump_input(self._pickler, request.value, self._max_frame_bytes)
-            if isinstance(item, bytes):
-                items.append(item)
-            else:
-                unsendable.append((request, item))
-        if items:
-            bodies = list(pickling.fragment(items, self._max_frame_bytes))
-            for body in bodies[:-1]:
-                send(Kind.INPUTS_FRAGMENT, batch.id, body)
-            send(Kind.INPUTS, batch.id, bodies[-1])
-        return unsendable
+            if request.staged is not None:
+                request.staged.release()
 
-    def skip(self, batch: Batch) -> None:
-        """Let the worker of a batch not compute it, unless it has begun; a stream leaves."""
-        worker = self._workers[batch.worker]
-        if worker.model_spec.is_stepped:
-            worker.send(Kind.LEAVE, batch.id, b"")
-        else:
-            worker.skip(batch.id)
-
-    def tell(self, batch: Batch, kind: int) -> None:
-        """Tell the worker of a stream that it pauses or resumes."""
-        self._workers[batch.worker].send(kind, batch.id, b"")
-
-    def free(self, worker_id: int, frame: Frame) -> None:
-        """End the leases of the batches that a worker names in a FREED frame."""
-        leases = self._workers[worker_id].leases
-        for batch_id in loads(frame.body):
-            del leases[batch_id]
+    def _pack_items(self, batch: Batch, worker: "FrameWorker") -> Frames:
+        """Pack a batch for the pipe as one or more frames, none if no input can be sent."""
+        items, unsendable = dump_inputs(self._pickler, batch, self._max_frame_bytes)
+        if unsendable:
+            worker.listener.inputs_unsendable(batch, unsendable)
+        bodies = list(pickling.fragment(items, self._max_frame_bytes)) if items else []
+        kinds = [Kind.INPUTS_FRAGMENT] * (len(bodies) - 1) + [Kind.INPUTS]
+        return [(kind, batch.id, body) for kind, body in zip(kinds, bodies, strict=False)]
 
     # Shared memory.
 
@@ -203,7 +167,7 @@ class BatchSender:
             self._warn(slabs)
         return isinstance(slabs, Slabs)
 
-    def _send_staged(self, batch: Batch, worker: WorkerHandle) -> bool:
+    def _send_staged(self, batch: Batch, worker: "FrameWorker") -> bool:
         """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
         inputs: list[StagedInput] = []
         leased: dict[Slab, None] = {}
@@ -230,7 +194,7 @@ class BatchSender:
             staged.release()
         return True
 
-    def _send_shared(self, batch: Batch, pickled: OutOfBandPickle, worker: WorkerHandle) -> bool:
+    def _send_shared(self, batch: Batch, pickled: OutOfBandPickle, worker: "FrameWorker") -> bool:
         """Send a batch; if there is no room for it, return False and do nothing."""
         slabs = self._memory.slabs
         assert isinstance(slabs, Slabs), "`_has_shared_memory` was True"
@@ -269,7 +233,7 @@ class BatchSender:
 
     def _fill(
         self,
-        worker: WorkerHandle,
+        worker: "FrameWorker",
         reservation: Reservation,
         batch: Batch,
         frame: tuple[int, int, bytes],
@@ -284,13 +248,9 @@ class BatchSender:
         else:
             worker.fill(reservation, [frame])
 
-    def _fill_in_band(self, worker: WorkerHandle, reservation: Reservation, batch: Batch) -> None:
+    def _fill_in_band(self, worker: "FrameWorker", reservation: Reservation, batch: Batch) -> None:
         """Send a batch through the pipe, at its reserved position."""
-        frames: list[tuple[int, int, bytes]] = []
-        unsendable = self._send_items(batch, lambda *frame: frames.append(frame))
-        if unsendable:
-            self._events.inputs_unsendable(batch, unsendable)
-        worker.fill(reservation, frames)
+        worker.fill(reservation, self._pack_items(batch, worker))
 
     def _describe_no_room(self, slabs: Slabs, size: int) -> str:
         text = (
@@ -380,7 +340,7 @@ def make_pickler(settings: Settings) -> OutOfBandPickler:
 _UNPICKLED = re.compile(r"cannot pickle '(?:_io\.)?(\w+)'")
 
 
-def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes | BatcherError:
+def dump_input(pickler: OutOfBandPickler, value: Any, max_frame_bytes: int) -> bytes | BatcherError:
     """Pickle one input, or return the error of an input that cannot be sent."""
     try:
         item = pickler.dumps(value)
@@ -407,113 +367,174 @@ def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes
     return item
 
 
+def dump_inputs(
+    pickler: OutOfBandPickler, batch: Batch, max_frame_bytes: int
+) -> tuple[list[bytes], Unsendable]:
+    """Pickle the inputs of a batch one by one; return the requests that cannot be sent apart."""
+    items: list[bytes] = []
+    unsendable: Unsendable = []
+    for request in batch.requests:
+        item = dump_input(pickler, request.value, max_frame_bytes)
+        if isinstance(item, bytes):
+            items.append(item)
+        else:
+            unsendable.append((request, item))
+    return items, unsendable
+
+
 # Answers.
 
-# Frames that are one failure for every request of their batch.
-FAILURE_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL, Kind.FAILED})
 
+class SharedAnswer:
+    """An `Answer` that a worker has left in its outbox."""
 
-class OutcomeReader:
-    """Turns what a worker has pickled for one request into its outcome."""
+    def __init__(
+        self, body: Any, outbox: outbox.OutboxReader | None, decode: Callable[[Any], Any]
+    ) -> None:
+        self._body = body
+        self._decode = decode
+        self._outbox = outbox
+        self._is_dropped = False
 
-    def read_item(self, item: bytes) -> Any:
-        """Return the output in a separate pickle, or the `Failure` of one that cannot be read."""
+    @cached_property
+    def _found(self) -> tuple[outbox.Answer, int, Any]:
+        """The outputs, their number, and the errors by position."""
+        start, sizes, frozen, items, errors = loads(self._body)
+        if self._outbox is None:
+            raise TransportError("a worker without an outbox announced an answer in its outbox")
+        return self._outbox.find(start, sizes, frozen, items), len(items), errors
+
+    @property
+    def size(self) -> int:
+        """Bytes of the outputs."""
+        return self._found[0].size
+
+    def copy(self) -> None:
+        """Copy the outputs out of the outbox, before they are read. Any thread."""
+        self._found[0].copy(releases_gil=True)
+
+    def drop(self) -> None:
+        """Free the memory of the outputs: None is read in their place."""
+        self._found[0].release()
+        self._is_dropped = True
+
+    def __call__(self) -> list[Any]:
+        """Return the outcomes, and free their memory."""
+        answer, count, errors = self._found
+        outcomes = [None] * count if self._is_dropped else answer.load(_unreadable)
         try:
-            return loads(item)
-        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-            return _unreadable(error)
-
-    def read_error(self, error: SerializedError) -> Failure:
-        """Return the failure for one request."""
-        return Failure(error.to_error())
-
-
-def read_outcomes(
-    frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
-) -> list[Any]:
-    """Read the outcomes of a batch, by position."""
-    if frame.kind == Kind.OUTPUT_ATOMS:
-        outcomes: list[Any] = loads(frame.body)
-    else:
-        outcomes = _read_apart(frame, earlier, count, reader)
-    if len(outcomes) != count:
-        raise _wrong_count(len(outcomes), count)
-    return outcomes
-
-
-def _read_apart(
-    frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
-) -> list[Any]:
-    """Read the outcomes of a batch one by one."""
-    if frame.kind == Kind.OUTPUT_VALUES:
-        return [
-            reader.read_error(value) if type(value) is SerializedError else value
-            for value in frame.body
-        ]
-    if frame.kind == Kind.OUTPUTS:
-        return [
-            reader.read_item(item)
-            if isinstance(item, bytes)
-            else reader.read_error(_read_error(item))
-            for item in (earlier or []) + loads(frame.body)
-        ]
-    if frame.kind in FAILURE_KINDS:
-        error = SerializedError(*loads(frame.body))
-        return [reader.read_error(error) for _ in range(count)]
-    raise TransportError(f"a worker answered with {KIND_NAMES[frame.kind]}")
-
-
-class SharedOutcomes(NamedTuple):
-    """Outcomes of a batch that are still in an outbox."""
-
-    # The outputs; ignored at the positions of errors.
-    answer: Answer
-    # The errors by position.
-    errors: dict[int, SerializedError]
-
-    def read(self, count: int) -> list[Any]:
-        """Copy the outcomes out, unless that was done before, and free their memory."""
-        outcomes = self.answer.load(_unreadable)
-        if len(outcomes) != count:
-            raise _wrong_count(len(outcomes), count)
-        for position, failure in self.read_errors().items():
-            if position >= count:
-                raise TransportError(f"an error came back for input {position} of {count}")
-            outcomes[position] = failure
+            for position, error in errors.items():
+                outcomes[position] = self._decode(SerializedError(*error))
+        except (AttributeError, TypeError, IndexError) as raised:
+            text = f"errors came back that are not errors of this batch: {one_line(raised)}"
+            raise TransportError(text) from raised
         return outcomes
 
-    def read_errors(self) -> dict[int, Failure]:
-        """Return the failures by position."""
-        try:
-            return {
-                int(position): Failure(SerializedError(*error).to_error())
-                for position, error in self.errors.items()
-            }
-        except (AttributeError, TypeError, ValueError) as raised:
-            text = f"errors came back that are not errors: {one_line(raised)}"
-            raise TransportError(text) from raised
+
+# Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
+_READY = WorkerState.READY
+_ANSWERS = frozenset({Kind.OUTPUTS, Kind.SHARED_OUTPUTS})
+_FAILURES = frozenset(Failed)
 
 
-def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOutcomes:
-    """Find the outcomes that a worker has left in its outbox."""
-    start, sizes, frozen, items, errors = loads(frame.body)
-    if outbox is None:
-        raise TransportError("a worker without an outbox announced an answer in its outbox")
-    return SharedOutcomes(outbox.find(start, sizes, frozen, items), errors)
+class FrameWorker(WorkerHandle):
+    """A worker that gets batches, and answers them, in frames."""
 
+    def __init__(self, sender: BatchSender, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._sender = sender
+        # Slabs that it may still view, by batch id; set by the sender.
+        self.leases: dict[int, list[Slab]] = {}
+        # Outcomes from OUTPUTS_FRAGMENT frames, until the last frame of their batch: a worker
+        # answers one batch at a time.
+        self._fragments: list[Any] = []
+        # STEP, until the chunks of the step come.
+        self._step: tuple[Step, int] = ([], []), Kind.OUTPUT_ATOMS
 
-def _read_error(item: Any) -> SerializedError:
-    try:
-        return SerializedError(*item)
-    except TypeError:
-        text = f"the output cannot be unpickled: it is a {type(item).__name__}"
-        return SerializedError(text, "", None)
+    # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
+    @abstractmethod
+    def send(self, kind: int, batch_id: int, body: bytes) -> None:
+        """Send a frame without waiting."""
 
-def _wrong_count(found: int, count: int) -> TransportError:
-    return TransportError(f"{found} outcomes came back for {count} requests")
+    @abstractmethod
+    def reserve(self) -> Reservation:
+        """Reserve a position for frames that are not ready yet; later frames wait behind it."""
 
+    @abstractmethod
+    def fill(self, reservation: Reservation, frames: Frames) -> None:
+        """Send zero or more frames at the position that was reserved for them."""
 
-def _unreadable(error: BaseException) -> Failure:
-    text = f"the output cannot be unpickled: {one_line(error)}"
-    return Failure(InferenceError(text))
+    def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
+        """Send a batch."""
+        self._sender.send(self, batch, contexts)
+
+    def order(self, order: Order, batch_id: int = 0) -> None:
+        """Send an order."""
+        self.send(order, batch_id, b"")
+
+    # Frames from the worker.
+
+    def _dispatch(self, frame: Frame) -> None:
+        """Report a frame according to the state: see `WorkerState`."""
+        kind, batch_id, seconds, body = frame
+        if self.state is not _READY:
+            if self.state is WorkerState.LOADING:
+                self._finish_loading(kind, body)
+        elif kind == Kind.OUTPUT_ATOMS:
+            answer = functools.partial(loads, body)
+            self.listener.answered(self.id, batch_id, seconds, answer)
+        elif kind in _FAILURES:
+            fail = functools.partial(self._sender.decode, loads(body))
+            self.listener.failed(self.id, batch_id, seconds, Failed(kind), fail)
+        elif kind == Kind.CHUNKS:
+            step, answer_kind = self._step
+            chunks = self._make_answer(answer_kind, body)
+            self.listener.stepped(self.id, step, seconds, chunks)
+        elif kind in _ANSWERS:
+            self.listener.answered(self.id, batch_id, seconds, self._make_answer(kind, body))
+        else:
+            self._take_other(kind, batch_id, body)
+
+    def _take_other(self, kind: int, batch_id: int, body: Any) -> None:
+        """Handle a frame that brings no outcomes, or not the last ones."""
+        if kind == Kind.OUTPUTS_FRAGMENT:
+            self._fragments += loads(body)
+        elif kind == Kind.STEP:
+            self._step = loads(body)
+        elif kind == Kind.SKIPPED:
+            self.listener.skipped(self.id, batch_id)
+        elif kind == Kind.PONG:
+            self._events.worker_answers(self)
+        elif kind == Kind.FREED:
+            for freed in loads(body):
+                del self.leases[freed]
+        else:
+            raise TransportError(f"a worker answered with {KIND_NAMES[kind]}")
+
+    def _make_answer(self, kind: int, body: Any) -> Answer:
+        decode = self._sender.decode
+        if kind == Kind.OUTPUT_ATOMS:
+            return functools.partial(loads, body)
+        if kind == Kind.SHARED_OUTPUTS:
+            return SharedAnswer(body, self.outbox, decode)
+        items, self._fragments = self._fragments, []
+        return lambda: [decode(item) for item in items + loads(body)]
+
+    def _finish_loading(self, kind: int, body: Any) -> None:
+        if kind == Kind.READY:
+            self._loaded(*loads(body))
+        elif kind == Kind.STARTUP_FAILED:
+            self._start_failed(SerializedError(*loads(body)))
+        else:
+            raise TransportError(f"a worker that is not ready sent {KIND_NAMES[kind]}")
+
+    # End.
+
+    def _end_leases(self, inherited: int | None) -> None:
+        """End the leases of the dead worker; its children may view batches up to `inherited`."""
+        for batch_id, leased in self.leases.items():
+            if inherited is not None and batch_id <= inherited:
+                for slab in leased:
+                    slab.leak()
+        self.leases.clear()

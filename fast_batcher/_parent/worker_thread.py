@@ -1,10 +1,9 @@
 """A worker that is a thread of this process: `DynBatcher(Model, workers="threads")`, the test kit.
 
-    loop's thread    sends frames, and reads what the worker's thread has left
+    loop's thread    hands batches over, and reports what the worker's thread has left
     worker's thread  loads the model, serves it (`_worker/main.py`), and ends
 
-Frames are objects of this process and pass no pipe. The inputs and outputs in them are the callers'
-own objects, but for a kit, which pickles them as for a process.
+The inputs and outputs are the callers' own objects.
 
 A thread cannot be killed. One that is to die counts as dead at once, its answers are lost, and it
 ends when the model's call returns. One that could not load its model is ending anyway.
@@ -15,58 +14,52 @@ import signal
 import threading
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from fast_batcher._core.values import Batch, Order, Step
 from fast_batcher._devices import thread_share
-from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerState, describe_exit
-from fast_batcher._transport.channels import Frame, Kind, split_frames
-from fast_batcher._transport.pickling import SerializedError, describe
+from fast_batcher._parent.sending import decode
+from fast_batcher._parent.worker_handle import (
+    Answer,
+    Exit,
+    WorkerHandle,
+    WorkerState,
+    describe_exit,
+)
+from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import BATCHES, Reply, ReplyEncoder
+from fast_batcher._worker.loop import PING_ID, BatchJob, Told, describe_errors
 from fast_batcher._worker.main import WorkerSettings, load_and_serve
 
-# Frames that may wait for the event loop before the thread waits for it: a model with quick steps
+# Answers that may wait for the event loop before the thread waits for it: a model with quick steps
 # would fill the memory, and then the loop. The loop takes about 3 ms for as many.
 MOST_UNREAD = 256
 
 
-class ValueEncoder(ReplyEncoder):
-    """Passes the outputs of batches on as they are."""
-
-    def pack(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
-        """Return the frame that answers a batch."""
-        for position, output in enumerate(outputs):
-            if issubclass(type(output), BaseException):
-                errors.setdefault(position, describe(output))
-        outcomes = [errors.get(position, output) for position, output in enumerate(outputs)]
-        return [(Kind.OUTPUT_VALUES, outcomes)]
-
-
 class ThreadWorker(WorkerHandle):
-    """A worker that is a thread of this process.
+    """A worker that is a thread of this process, and the `WorkerPort` of that thread.
 
     Args:
         arguments: As for `WorkerHandle`.
         latency: Returns the seconds that each batch takes besides the model's.
-        takes_values: Whether inputs and outputs are passed on as they are, without pickling.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        latency: Callable[[], float] = float,
-        takes_values: bool = True,
-    ) -> None:
+    # Outputs are not copied on their way, so that they must not be views of an array that the model
+    # may fill again.
+    copies_outputs = True
+
+    def __init__(self, *arguments: Any, latency: Callable[[], float] = float) -> None:
         super().__init__(*arguments)
-        self.takes_values = takes_values
         self._latency = latency
-        self._frames: SimpleQueue[Frame | None] = SimpleQueue()
-        # Frames from the thread that the loop has not read yet.
-        self._answers: deque[Frame] = deque()
+        # The thread takes the model, then batches and orders, and None to end.
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
+        # Reports from the thread that the loop has not made yet.
+        self._reports: deque[Callable[[], None]] = deque()
         self._room = threading.Semaphore(MOST_UNREAD)
         self._progress = WorkerProgress(-1)
         self._thread: threading.Thread | None = None
@@ -87,11 +80,11 @@ class ThreadWorker(WorkerHandle):
         self.pid, self._thread = os.getpid(), thread
 
     def attach(self, loop: AbstractEventLoop) -> None:
-        """Read answers on this event loop, and send the worker its model."""
+        """Report on this event loop, and give the worker its model."""
         self._loop = loop
         self.is_attached = True
         spec = self.model_spec
-        self.send(Kind.LOAD, 0, spec.pickled or (spec.model, *spec.read_arguments()))
+        self._tasks.put(spec.pickled or (spec.model, *spec.read_arguments()))
         self._read_soon()  # it may be dead already
 
     @property
@@ -105,41 +98,108 @@ class ThreadWorker(WorkerHandle):
         if self._settings.devices is not None:
             name = self._settings.devices[self.index % len(self._settings.devices)]
             device = name if name.startswith("cuda") else "cpu"
-        return settings._replace(freeze_gc=False, device=device, copies_outputs=self.takes_values)
+        return settings._replace(freeze_gc=False, device=device, copies_outputs=self.copies_outputs)
 
-    # The worker's thread.
+    # Batches and orders.
+
+    def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
+        """Hand a batch over to the thread."""
+        job, group = BatchJob(batch.id), batch.requests[0].group
+        if group is not None and group.method is not None:
+            job.method = group.method.name
+        job.contexts = contexts
+        job.inputs = self._pass_inputs(batch)
+        if job.inputs:
+            self._tasks.put(job)
+
+    def order(self, order: Order, batch_id: int = 0) -> None:
+        """Hand an order over to the thread."""
+        self._tasks.put(BatchJob.make_ping() if order is Order.PING else (order, batch_id))
+
+    def _skip(self, batch_id: int) -> None:
+        self._progress.skip(batch_id)
+
+    def _pass_inputs(self, batch: Batch) -> list[Any]:
+        return [request.value for request in batch.requests]
+
+    def _pass_output(self, output: Any) -> Any:
+        return output
+
+    # The worker's thread: see `WorkerPort`.
 
     def _run(self) -> None:
         settings = self.make_worker_settings(thread_share(self._settings.most_workers))
-        encoder = (ValueEncoder if self.takes_values else ReplyEncoder)(
-            None, settings.max_frame_bytes
-        )
         code = 1
         try:
-            code = load_and_serve(_Channel(self), self._progress, None, encoder, settings)
+            code = load_and_serve(self, self._progress, settings)
         finally:
             if not self._is_abandoned.is_set():
                 self._exit_code = code
                 self._end()
 
-    def receive(self) -> Frame | None:
-        """Wait for the next frame, and before a batch for the latency; None at the end."""
-        frame = self._frames.get()
-        if frame is not None and frame.kind in BATCHES and (seconds := self._latency()):
-            self._is_abandoned.wait(seconds)
-        return None if self._is_abandoned.is_set() else frame
+    def receive_model(self) -> Any:
+        """Wait for the model."""
+        model = self._tasks.get()
+        return None if self._is_abandoned.is_set() else model
+
+    def fail_start(self, error: SerializedError) -> None:
+        """Report that the model could not be loaded."""
+        self._has_failed = True
+        self._report(self._start_failed, error)
+
+    def report_ready(self, *course: Any) -> None:
+        """Report readiness."""
+        self._report(self._loaded, *course)
+
+    def receive(self) -> BatchJob | Told | None:
+        """Wait for the next batch, and then for the latency, or for the next order."""
+        task = self._tasks.get()
+        if isinstance(task, BatchJob) and not task.is_skipped:
+            if seconds := self._latency():
+                self._is_abandoned.wait(seconds)
+            self._progress.taken = task.batch_id
+            task.take_inputs(task.inputs)
+        return None if self._is_abandoned.is_set() else task
 
     def has_arrived(self) -> bool:
         """Return whether `receive` need not wait."""
-        return not self._frames.empty()
+        return not self._tasks.empty()
 
-    def bring(self, *frames: Frame) -> None:
-        """Hand frames over to the loop's thread."""
-        self._has_failed |= frames[-1].kind == Kind.STARTUP_FAILED
-        for _ in frames:
-            self._room.acquire()
+    def answer(self, job: BatchJob) -> None:
+        """Report a batch."""
+        listener, place = self.listener, (self.id, job.batch_id)
+        if job.batch_id == PING_ID:
+            self._report(self._events.worker_answers, self)
+        elif job.is_skipped:
+            self._report(listener.skipped, *place)
+        elif job.failure is not None:
+            how, error = job.failure
+            self._report(listener.failed, *place, job.seconds, how, partial(decode, error))
+        else:
+            answer = self._make_answer(job.spread(job.outputs), job.errors)
+            self._report(listener.answered, *place, job.seconds, answer)
+
+    def _make_answer(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Answer:
+        describe_errors(outputs, errors)
+        outcomes = [
+            decode(errors[at]) if at in errors else self._pass_output(output)
+            for at, output in enumerate(outputs)
+        ]
+        return lambda: outcomes
+
+    def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
+        """Report a step."""
+        answer = self._make_answer(chunks, {})
+        self._report(self.listener.stepped, self.id, step, seconds, answer)
+
+    def report_freed(self) -> None:
+        """Do nothing: there is no shared memory."""
+
+    def _report(self, event: Callable[..., None], *arguments: Any) -> None:
+        """Let the loop's thread report an event."""
+        self._room.acquire()
         if not self._is_abandoned.is_set():
-            self._answers.extend(frames)
+            self._reports.append(partial(event, *arguments))
             self._read_soon()
 
     def _end(self) -> None:
@@ -157,27 +217,22 @@ class ThreadWorker(WorkerHandle):
         else:
             self.read_all()
 
-    # Frames, progress and memory.
-
-    def send(self, kind: int, batch_id: int, body: Any) -> None:
-        """Hand a frame over to the thread."""
-        self._frames.put(Frame(kind, batch_id, 0.0, body))
-
-    def skip(self, batch_id: int) -> None:
-        """Let the worker not compute a batch, unless it has begun."""
-        self._progress.skip(batch_id)
-
     def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; none arrives in part, and later ones are left."""
-        for _ in range(len(self._answers)):
-            if not (self._answers and self.is_alive):  # a frame has ended the worker
+        """Report what the thread has left; later events are left."""
+        for _ in range(len(self._reports)):
+            if not (self._reports and self.is_alive):  # an event has ended the worker
                 break
+            self._room.release()
+            report = self._reports.popleft()
+            if self.state is WorkerState.ENDING:
+                continue
             try:
-                self._room.release()
-                self._dispatch(self._answers.popleft())
+                report()
             except Exception as error:  # noqa: BLE001  as in `LoopChannel`
                 self.kill_on_protocol_error(error)
         return False
+
+    # Progress.
 
     def read_begun(self) -> int | None:
         """Return the id of the batch that the worker began last, None without any."""
@@ -189,16 +244,16 @@ class ThreadWorker(WorkerHandle):
         """Let the thread end after its current batch."""
         self.ignore()
         self._room.release(MOST_UNREAD)  # the loop may read no more
-        self._frames.put(None)
+        self._tasks.put(None)
 
     def signal(self, number: signal.Signals) -> None:
         """Count the thread as dead, whatever the signal, unless it ends by itself."""
         if self.is_alive and not self._is_dead.is_set() and not self._has_failed:
             self._exit_code = -number
             self._is_abandoned.set()
-            self._answers.clear()
+            self._reports.clear()
             self._room.release(MOST_UNREAD)
-            self._frames.put(None)
+            self._tasks.put(None)
             self._end()
 
     def wait_until_dead(self, seconds: float) -> bool:
@@ -222,26 +277,3 @@ class ThreadWorker(WorkerHandle):
             begun=self._progress.begun,
             may_be_out_of_memory=False,
         )
-
-
-class _Channel:
-    """The frames to a worker's thread and from it: see `WorkerChannel`."""
-
-    def __init__(self, worker: ThreadWorker) -> None:
-        self._worker = worker
-        self.receive = worker.receive
-        self.has_arrived = worker.has_arrived
-
-    def send(
-        self,
-        kind: int,
-        batch_id: int = 0,
-        body: Any = b"",
-        seconds: float = 0.0,
-        ahead: bytes = b"",
-    ) -> None:
-        """Hand a frame over to the loop's thread, behind the frames `ahead`."""
-        self._worker.bring(*split_frames(ahead), Frame(kind, batch_id, seconds, body))
-
-    def send_packed(self, data: bytes) -> None:
-        """Send nothing: no shared memory is to be reported."""

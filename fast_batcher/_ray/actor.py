@@ -18,18 +18,18 @@ import platform
 import sys
 import threading
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import ray
 
 from fast_batcher._arrays.stacking import Piece, make_piece
 from fast_batcher._shared_memory.inputs import unpack_layout, view_rows
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import Frame, Kind, pack_header, split_frames
+from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_header, split_frames
 from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._version import __version__
-from fast_batcher._worker.loop import BatchJob, BatchLoop, InputReader, ReplyEncoder
+from fast_batcher._worker.loop import BatchJob, BatchLoop, FramePort, InputReader, ReplyEncoder
 from fast_batcher._worker.main import WorkerSettings, close_model, load_warm
 from fast_batcher.errors import WorkerStartupError
 
@@ -61,7 +61,7 @@ class RecordKeeper(logging.Handler):
 
 
 class CallChannel:
-    """The frames of one call, and of its answer, as a `WorkerChannel`."""
+    """The frames of one call, and of its answer, in place of a `BlockingChannel`."""
 
     def __init__(self, records: RecordKeeper) -> None:
         self.received: deque[Frame] = deque()
@@ -127,6 +127,7 @@ class ModelActor:
         self._progress = WorkerProgress()
         self._reader = RowReader()
         # Set by `load`.
+        self._port: FramePort
         self._model: Any = None
         self._loop: BatchLoop | None = None
 
@@ -151,20 +152,21 @@ class ModelActor:
         logging.captureWarnings(levels.captures_warnings)
         sys.path += [path for path in sys_path if path not in sys.path]
         device = "cuda:0" if ray.get_gpu_ids() else None
+        encoder = ReplyEncoder(None, settings.max_frame_bytes)
+        channel = cast("BlockingChannel", self._channel)
+        self._port = FramePort(channel, self._progress, self._reader, encoder)
         try:
             loaded = load_warm(pickled, settings._replace(device=device))
         except BaseException as error:  # noqa: BLE001  user code, and the host has to be told
             failure = pickling.describe(_explain_missing_module(error))
-            self._channel.send(Kind.STARTUP_FAILED, body=pickling.dumps(failure))
+            self._port.fail_start(failure)
             return self._channel.take_answer()
         self._model = loaded.model
         models = {**loaded.models, "infer": loaded.in_turn}
-        encoder = ReplyEncoder(None, settings.max_frame_bytes)
-        self._loop = BatchLoop(self._channel, models, self._progress, self._reader, encoder)
+        self._loop = BatchLoop(self._port, models, self._progress)
         # One stage: each batch passes all of them before the next one begins. No files: those of
         # another machine cannot be compared.
-        ready: tuple[Any, ...] = loaded.times, 1, {}, loaded.start
-        self._channel.send(Kind.READY, body=pickling.dumps(ready))
+        self._port.report_ready(loaded.times, 1, {}, loaded.start)
         return self._channel.take_answer()
 
     def compute(self, frames: bytes | memoryview, *buffers: Any) -> bytes:
@@ -172,16 +174,15 @@ class ModelActor:
         assert self._loop is not None, "the host has READY"
         self._channel.received.extend(split_frames(frames))
         self._reader.buffers = buffers
-        job = self._loop.receive()
+        job = self._port.receive()
         assert isinstance(job, BatchJob), "a call has a batch"
         self._loop.compute(job)
-        self._loop.answer(job)
+        self._port.answer(job)
         return self._channel.take_answer()
 
     def ping(self) -> bytes:
         """Answer a ping, which comes while there is no batch."""
-        assert self._loop is not None, "the host has READY"
-        self._loop.answer_ping()
+        self._port.answer(BatchJob.make_ping())
         return self._channel.take_answer()
 
     def stop(self) -> bytes:

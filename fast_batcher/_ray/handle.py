@@ -21,7 +21,8 @@ from contextvars import Context
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerState, end_leases
+from fast_batcher._parent.sending import FrameWorker
+from fast_batcher._parent.worker_handle import Exit, WorkerState
 from fast_batcher._ray.cluster import CONNECT_TIMEOUT, PROBE_TIMEOUT, Cluster
 from fast_batcher._shared_memory.inputs import unpack_layout
 from fast_batcher._transport import pickling
@@ -67,7 +68,7 @@ class Result(NamedTuple):
     value: Any
 
 
-class RayWorker(WorkerHandle):
+class RayWorker(FrameWorker):
     """A worker that is an actor."""
 
     def __init__(self, cluster: Cluster, *arguments: Any) -> None:
@@ -269,12 +270,11 @@ class RayWorker(WorkerHandle):
         self._open[batch_id] = None
         self._cluster.call(lambda: self._compute(batch_id, frames, rows))
 
-    def skip(self, batch_id: int) -> None:
-        """Let the actor not compute a batch, unless it has begun."""
-        if self.is_alive:
-            self._cluster.call(lambda: self._skip(batch_id))
-
     def _skip(self, batch_id: int) -> None:
+        if self.is_alive:
+            self._cluster.call(lambda: self._skip_now(batch_id))
+
+    def _skip_now(self, batch_id: int) -> None:
         if self._actor is not None:
             with suppress(Exception):  # it is dead, which the other calls tell
                 self._actor.skip.remote(batch_id)
@@ -326,13 +326,8 @@ class RayWorker(WorkerHandle):
                     self._kill_actor()
                 elif purpose is Purpose.BATCH:
                     self._open.pop(batch_id, None)
-                    self._free(batch_id)
+                    self.leases.pop(batch_id, None)
                 self._read_frames(value)
-
-    def _free(self, batch_id: int) -> None:
-        """Free the shared memory of an answered batch."""
-        if batch_id in self.leases:
-            self._dispatch(Frame(Kind.FREED, 0, 0.0, pickling.dumps([batch_id])))
 
     def _read_frames(self, answer: bytes) -> None:
         try:
@@ -425,7 +420,7 @@ class RayWorker(WorkerHandle):
             self._look_timer = None
         self._ahead.clear()
         self._backlog.clear()
-        end_leases(self.leases, None)
+        self._end_leases(None)
         is_ours = self.state is WorkerState.ENDING
         failure = self._failure
         begun = self._find_begun()

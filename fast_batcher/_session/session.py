@@ -3,7 +3,7 @@
     DynBatcher --accept--> arrivals --submit, poll--> Scheduler
                                          | Dispatch       ^
                                          v                | batch_done
-                                     BatchSender ==> worker ==> frame_arrived --settle--> callers
+                                     WorkerHandle ==> answered --settle--> callers
 
 `Session` is what a batcher needs of an opening. `LocalSession` schedules the requests in this
 process, an API process or the host, and owns the workers; `RemoteSession` (`_host/client.py`)
@@ -20,10 +20,10 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.policy import Policy, make_policy
@@ -40,38 +40,34 @@ from fast_batcher._core.values import (
     Event,
     Expire,
     Fail,
+    Failed,
     Failure,
     Limits,
+    Order,
     Replace,
     Request,
     Skip,
     Stall,
     State,
+    Step,
     most_streams,
     or_infinite,
     settle,
 )
-from fast_batcher._parent.pool import MakeWorker, Pool
-from fast_batcher._parent.sending import (
-    BatchSender,
-    OutcomeReader,
-    SharedOutcomes,
-    read_outcomes,
-    read_shared_outcomes,
-)
+from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.sending import BatchSender, SharedAnswer
 from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerHandle, WorkerProcess
+from fast_batcher._parent.worker_handle import Answer, Exit, Unsendable, WorkerHandle
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, Reports, timeout_of
-from fast_batcher._session.streams import Step, give_chunks
-from fast_batcher._transport.channels import Frame, Kind
-from fast_batcher._transport.pickling import dumps, loads, measure_size
+from fast_batcher._session.streams import give_chunks
+from fast_batcher._transport.pickling import dumps, measure_size
 from fast_batcher.errors import (
     BatcherClosedError,
-    BatcherError,
     ConfigurationError,
     PoisonRequestError,
     TransportError,
@@ -208,7 +204,7 @@ class Session(ABC):
     def _run(self) -> None:
         """Do the work of this turn of the loop; begins with `self._is_scheduled = False`.
 
-        Called by the event loop, never while a frame is handled.
+        Called by the event loop, never while an answer is handled.
         """
 
     def run_soon(self) -> None:
@@ -257,21 +253,11 @@ class Session(ABC):
 
 # An answer that is larger than a pipe is not late as long as each further part of it arrives within
 # this many seconds. A worker that writes rarely waits longer for a CPU.
-REST_OF_FRAME = 0.05
-
-# Frames that bring no outcomes of a batch, or not its last ones.
-KINDS_WITHOUT_OUTCOMES = frozenset(
-    {Kind.OUTPUTS_FRAGMENT, Kind.PONG, Kind.FREED, Kind.SKIPPED, Kind.STEP, Kind.CHUNKS}
-)
-# Frames after which some of the batch's requests may be tried again.
-RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
+REST_OF_ANSWER = 0.05
 
 
 class LocalSession(Session):
     """A session with a scheduler and workers of its own."""
-
-    # A host, which must not import the types of the app, leaves outcomes as they are.
-    _reader = OutcomeReader()
 
     def __init__(
         self, model: CurrentModel, settings: Settings, status: Status, ledger: Ledger
@@ -292,10 +278,8 @@ class LocalSession(Session):
         )
         self.memory = self._open_memory()
         parts = model.spec, settings, self, self.memory, ledger.observers, self._name
-        self.pool = Pool(*parts, self._choose_worker_kind())
+        self.pool = Pool(*parts, self._make_worker)
         self.sender = self._make_sender()
-        # The frame before the chunks of a step, by worker; for a `SteppedModel`.
-        self._steps: dict[int, Step] = {}
         self._arena = self.sender.arena
         # Types of inputs that may be staged; empty until the first large input.
         self._staged_types = self._arena.probes
@@ -303,9 +287,6 @@ class LocalSession(Session):
         self._arrivals: list[Request] = []
         # Workers whose answer has arrived in part, with the moment by which more of it must arrive.
         self._answering: dict[int, float] = {}
-        # Outcomes from OUTPUTS_FRAGMENT frames, by worker, until the last frame of their batch:
-        # each worker answers one batch at a time.
-        self._fragments: dict[int, list[Any]] = {}
         # Decides about the number of workers, None if it is fixed; its bounds and target; and the
         # timer of its next look.
         self._scaling: Scaling | None = None
@@ -323,11 +304,13 @@ class LocalSession(Session):
     def _open_memory(self) -> MemoryService:
         return MemoryService(self.binding.loop, self.settings.max_shared_bytes, self._name)
 
-    def _choose_worker_kind(self) -> MakeWorker:
-        return ThreadWorker if self.settings.workers == "threads" else WorkerProcess
+    def _make_worker(self, *arguments: Any) -> WorkerHandle:
+        if self.settings.workers == "threads":
+            return ThreadWorker(*arguments)
+        return WorkerProcess(self.sender, *arguments)
 
     def _make_sender(self) -> BatchSender:
-        return BatchSender(self.settings, self.memory, self.pool.workers, self, self._name)
+        return BatchSender(self.settings, self.memory, self.pool.workers, self._name)
 
     def _make_evaluator(self, methods: Sequence[Method]) -> CostEvaluator | None:
         """Make the evaluator of costs and groups, None if there is nothing to evaluate."""
@@ -357,7 +340,7 @@ class LocalSession(Session):
             self.run_soon()
 
     def _run(self) -> None:
-        """Advance; read all arrived frames first if a request may have expired.
+        """Advance; read all arrived answers first if a request may have expired.
 
         The event loop may have been blocked, and the answer may have arrived in time.
         """
@@ -373,7 +356,7 @@ class LocalSession(Session):
         for worker, begun in self.pool.find_sending():
             self.scheduler.workers.not_sent_yet(now, worker, begun)
         for worker in answering:
-            self._answering[worker] = now + REST_OF_FRAME
+            self._answering[worker] = now + REST_OF_ANSWER
         self._answering = {
             worker: until for worker, until in self._answering.items() if until > now
         }
@@ -434,7 +417,7 @@ class LocalSession(Session):
             if slot is not None:  # an observer may have closed the batcher in this turn
                 self._reports.log_stall(slot.index)
         elif isinstance(action, Skip):
-            self.sender.skip(action.batch)
+            self.pool.workers[action.batch.worker].skip(action.batch.id)
         elif isinstance(action, Replace):
             self.pool.replace(action.worker)
             self._reports.log_infer_timeout(self.scheduler.workers.slots[action.worker].index)
@@ -448,17 +431,13 @@ class LocalSession(Session):
         if self._active:
             contexts = self._observers.follow(batch, dumps)
         size = len(batch.requests)
-        unsendable = self.sender.send(batch, contexts)
+        self.pool.workers[batch.worker].compute(batch, contexts)
         # While the worker wakes up.
         if not self._is_stepped:
             self._ledger.counters.count_batch(size, batch.release)
-        if unsendable:
-            self.inputs_unsendable(batch, unsendable)
 
-    def inputs_unsendable(
-        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
-    ) -> None:
-        """Fail requests of a batch that cannot be sent; the worker gets the others."""
+    def inputs_unsendable(self, batch: Batch, unsendable: Unsendable) -> None:
+        """Fail requests whose input cannot be sent; the worker gets the others."""
         if self.scheduler.workers.find(batch.worker, batch.id) is not batch:
             return  # the worker was lost while the batch was being sent
         errors = dict(unsendable)
@@ -471,57 +450,99 @@ class LocalSession(Session):
 
     # From the worker to the callers.
 
-    def frame_arrived(self, worker: int, frame: Frame) -> None:
-        """Handle a frame of a ready worker: refill the worker, then settle its batch."""
-        kind, has_raised = frame.kind, False
-        if kind != Kind.OUTPUT_ATOMS:
-            if kind in KINDS_WITHOUT_OUTCOMES:
-                self._take_other(worker, frame)
-                return
-            has_raised = kind in RAISED_KINDS
-        scheduler = self.scheduler
-        now = monotonic()
-        batch = scheduler.batch_done(now, worker, frame.batch_id, has_raised)
+    def answered(self, worker: int, batch_id: int, seconds: float, answer: Answer) -> None:
+        """Refill a worker that has answered a batch, then settle the batch."""
+        batch = self._take_back(worker, batch_id, seconds)
         if batch is None:
-            self._reject_answer(frame)
             return
-        batch.infer_seconds = frame.seconds
+        # The worker computes its next batch while the callers of this one get their outcomes.
+        if self.scheduler.is_poll_due:
+            self._advance(monotonic())
+        self._settle(batch, batch.requests, answer)
+
+    def failed(
+        self, worker: int, batch_id: int, seconds: float, how: Failed, fail: Callable[[], Failure]
+    ) -> None:
+        """Try the requests of a batch again, or fail them."""
+        has_raised = how is not Failed.FOR_GOOD
+        batch = self._take_back(worker, batch_id, seconds, has_raised=has_raised)
+        if batch is None:
+            return
+        requests = self._after_failure(batch, how) if has_raised else batch.requests
+        self._advance(monotonic())
+        self._settle(batch, requests, lambda: [fail() for _ in requests])
+
+    def skipped(self, worker: int, batch_id: int) -> None:
+        """Forget a batch that was not computed, because no caller waits for it."""
+        batch = self.scheduler.batch_done(monotonic(), worker, batch_id, has_raised=True)
+        if batch is None:
+            self._reject_answer(batch_id)
+        elif batch.open_count:
+            error = TransportError(f"batch {batch.id} was skipped, and callers wait for it")
+            self._fail_batch(batch, batch.requests, error)
+            raise error
+        else:
+            self._observers.lose([batch], "skipped")
+            self._advance(monotonic())
+
+    def _take_back(
+        self, worker: int, batch_id: int, seconds: float, *, has_raised: bool = False
+    ) -> Batch | None:
+        """Take a computed batch from its worker; None after `close`."""
+        now = monotonic()
+        batch = self.scheduler.batch_done(now, worker, batch_id, has_raised)
+        if batch is None:
+            self._reject_answer(batch_id)
+            return None
+        batch.infer_seconds = seconds
         self._ledger.complete_batch(now, batch)
         if self.pool.recycles:
             self.pool.batch_answered(worker)
-        requests = self._after_failure(frame, batch) if has_raised else batch.requests
-        # The worker computes its next batch while the callers of this one get their outcomes.
-        if has_raised or scheduler.is_poll_due:
-            self._advance(monotonic())
-        self._settle(frame, batch, requests)
-        if self._drained is not None:
-            self._notice_drained()
+        return batch
 
-    def _settle(self, frame: Frame, batch: Batch, requests: list[Request]) -> None:
+    def _settle(self, batch: Batch, requests: list[Request], answer: Answer) -> None:
         """Give the callers of an answered batch their outcomes."""
         try:
-            if frame.kind == Kind.SHARED_OUTPUTS:
-                self._collect(frame, batch)
-            else:
-                earlier = self._fragments.pop(batch.worker, None) if self._fragments else None
-                outcomes = read_outcomes(frame, earlier, len(requests), self._reader)
-                self._ledger.answer(batch, requests, outcomes)
+            if isinstance(answer, SharedAnswer):
+                if not batch.open_count:
+                    answer.drop()
+                elif answer.size > MOST_AT_ONCE:
+                    self._copy_out(batch, answer)
+                    return
+            outcomes = answer()
+            if len(outcomes) != len(requests):
+                _reject_count(len(outcomes), len(requests))
+            self._ledger.answer(batch, requests, outcomes)
         except Exception as error:
             self._fail_batch(batch, requests, error)
             raise
+        if self._drained is not None:
+            self._notice_drained()
 
-    def _after_failure(self, frame: Frame, batch: Batch) -> list[Request]:
+    def _copy_out(self, batch: Batch, answer: SharedAnswer) -> None:
+        """Copy a large answer in a thread, then settle its batch."""
+
+        def finish(_: BaseException | None) -> None:
+            if self.scheduler.workers.end_copy_out(batch):
+                try:
+                    # An error of the copy is raised again by the reading.
+                    self._settle(batch, batch.requests, answer.__call__)
+                except Exception as error:  # noqa: BLE001  no event is handled that could raise
+                    self.pool.kill_on_protocol_error(batch.worker, error)
+                    self._notice_drained()
+
+        self.scheduler.workers.begin_copy_out(batch)
+        self.memory.run_in_thread(answer.copy, finish)
+
+    def _after_failure(self, batch: Batch, how: Failed) -> list[Request]:
         """Let the scheduler handle an error of `infer`; return the requests that the error ends.
 
         Those of a batch whose callers have all left are returned, too, although they are settled:
         the ledger notes the error.
         """
-        is_fatal = frame.kind == Kind.FATAL
+        is_fatal = how is Failed.FATAL
         failed = self.scheduler.batch_raised(
-            monotonic(),
-            batch,
-            out_of_memory=frame.kind == Kind.OUT_OF_MEMORY,
-            is_fatal=is_fatal,
+            monotonic(), batch, out_of_memory=how is Failed.OUT_OF_MEMORY, is_fatal=is_fatal
         )
         if is_fatal:
             self._reports.log_fatal_error(batch.worker_index)
@@ -529,38 +550,10 @@ class LocalSession(Session):
             self.pool.kill(batch.worker)
         return failed if batch.open_count else batch.requests
 
-    def _take_other(self, worker: int, frame: Frame) -> None:
-        """Handle a frame that does not settle requests."""
-        if frame.kind == Kind.FREED:
-            self.sender.free(worker, frame)
-        elif frame.kind == Kind.PONG:
-            self.pool.heartbeat.answered(worker)
-        elif frame.kind in (Kind.STEP, Kind.CHUNKS):
-            self._take_step(worker, frame)
-        elif self.scheduler.workers.find(worker, frame.batch_id) is None:
-            self._reject_answer(frame)
-        elif frame.kind == Kind.SKIPPED:
-            self._take_skipped(worker, frame)
-        else:
-            self._fragments.setdefault(worker, []).extend(loads(frame.body))
-
-    def _take_skipped(self, worker: int, frame: Frame) -> None:
-        """Handle that the worker has not computed a batch for which no caller waits."""
-        batch = self.scheduler.batch_done(monotonic(), worker, frame.batch_id, has_raised=True)
-        assert batch is not None, "the caller has found it"
-        if batch.open_count:
-            error = TransportError(f"batch {batch.id} was skipped, and callers wait for it")
-            self._fail_batch(batch, batch.requests, error)
-            raise error
-        self._observers.lose([batch], "skipped")
-        self._advance(monotonic())
-
-    def _reject_answer(self, frame: Frame) -> None:
+    def _reject_answer(self, batch_id: int) -> None:
         """Raise the error for an answer to a batch that the worker does not have."""
         if not self.scheduler.is_closed:  # after `close` such answers are expected
-            raise TransportError(
-                f"a worker answered batch {frame.batch_id}, which it does not have"
-            )
+            raise TransportError(f"a worker answered batch {batch_id}, which it does not have")
 
     def _fail_batch(self, batch: Batch, requests: list[Request], error: Exception) -> None:
         """Fail requests whose answer cannot be read; their worker will be replaced."""
@@ -569,27 +562,27 @@ class LocalSession(Session):
 
     # The steps of a `SteppedModel`.
 
-    def _take_step(self, worker: int, frame: Frame) -> None:
+    def stepped(self, worker: int, step: Step, seconds: float, answer: Answer) -> None:
         """Give the requests of a step their chunks, and answer the streams that have ended."""
-        if frame.kind == Kind.STEP:
-            self._steps[worker] = Step(*loads(frame.body))
+        scheduler, find, now = self.scheduler, self.scheduler.workers.find, monotonic()
+        heard, ended = step
+        streams = [batch for found in heard if (batch := find(worker, found)) is not None]
+        finished = [batch for found in ended if (batch := find(worker, found)) is not None]
+        if len(streams) < len(heard) or len(finished) < len(ended):
+            self._reject_answer([*heard, *ended][0])
             return
-        step, now = self._steps.pop(worker, Step([], [], 0)), monotonic()
-        scheduler, find = self.scheduler, self.scheduler.workers.find
-        streams = [batch for heard in step.heard if (batch := find(worker, heard)) is not None]
-        finished = [batch for ended in step.ended if (batch := find(worker, ended)) is not None]
-        if len(streams) < len(step.heard) or len(finished) < len(step.ended):
-            self._reject_answer(frame)
-            return
-        # If it cannot be read, the worker is replaced, and has its streams until then.
-        outcomes = self._read_chunks(frame._replace(kind=step.kind), worker, len(streams))
+        # If it cannot be read, the worker is replaced, and has its streams until then. Not read in
+        # a thread: the chunks of the next step must not overtake these.
+        outcomes = answer()
+        if len(outcomes) != len(streams):
+            _reject_count(len(outcomes), len(streams))
         for batch in finished:
             scheduler.batch_done(now, worker, batch.id)
         scheduler.workers.note_step(now, worker, streams)
         if scheduler.is_poll_due:
             # Newcomers travel while the worker computes its next step.
             self._advance(now)
-        self._ledger.complete_step(now, streams, frame.seconds, scheduler.queue.size)
+        self._ledger.complete_step(now, streams, seconds, scheduler.queue.size)
         self._give_chunks(streams, outcomes)
         for batch in finished:
             self._ledger.answer(batch, batch.requests, [batch.chunks or []])
@@ -597,13 +590,6 @@ class LocalSession(Session):
                 self.pool.batch_answered(worker)
         if self._drained is not None:
             self._notice_drained()
-
-    def _read_chunks(self, frame: Frame, worker: int, count: int) -> list[Any]:
-        """Read the chunks of a step, or the failures in their place."""
-        if frame.kind == Kind.SHARED_OUTPUTS:
-            # Not on a thread: the chunks of the next step must not overtake these.
-            return read_shared_outcomes(frame, self.pool.workers[worker].outbox).read(count)
-        return read_outcomes(frame, self._fragments.pop(worker, None), count, self._reader)
 
     def _give_chunks(self, streams: list[Batch], outcomes: list[Any]) -> None:
         """Give the requests of a step their chunks; fail some, and let some wait for readers."""
@@ -617,7 +603,7 @@ class LocalSession(Session):
             if self.scheduler.workers.find(batch.worker, batch.id) is batch:  # it has not ended
                 batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
                 self.scheduler.workers.pause(batch)
-                self.sender.tell(batch, Kind.PAUSE)
+                self.pool.workers[batch.worker].order(Order.PAUSE, batch.id)
 
     def _deadline_of(self, request: Request) -> float:
         """Return the moment by which a stream must have its next chunk, or be read."""
@@ -631,44 +617,7 @@ class LocalSession(Session):
         request.deadline = self._deadline_of(request)
         if resumes and self.scheduler.workers.find(batch.worker, batch.id) is batch:
             self.scheduler.workers.resume(monotonic(), batch)
-            self.sender.tell(batch, Kind.RESUME)
-
-    # Large answers.
-
-    def _collect(self, frame: Frame, batch: Batch) -> None:
-        """Copy the outputs of a batch out of its worker's outbox, if a caller waits for them."""
-        shared = read_shared_outcomes(frame, self.pool.workers[batch.worker].outbox)
-        if all(request.is_settled for request in batch.requests):
-            shared.answer.release()
-            failures = shared.read_errors()
-            # None stands for an output, which is not read.
-            outcomes = [failures.get(position) for position in range(len(batch.requests))]
-            self._ledger.answer(batch, batch.requests, outcomes)
-        elif shared.answer.size <= MOST_AT_ONCE:
-            self._settle_shared(batch, shared)
-        else:
-            self.scheduler.workers.begin_copy_out(batch)
-            self.memory.run_in_thread(
-                functools.partial(shared.answer.copy, releases_gil=True),
-                functools.partial(self._finish_collecting, batch, shared),
-            )
-
-    def _settle_shared(self, batch: Batch, shared: SharedOutcomes) -> None:
-        outcomes = shared.read(len(batch.requests))
-        self._ledger.answer(batch, batch.requests, outcomes)
-
-    def _finish_collecting(
-        self, batch: Batch, shared: SharedOutcomes, _: BaseException | None
-    ) -> None:
-        """Settle a batch after its copy; an error of the copy is raised again by the reading."""
-        if not self.scheduler.workers.end_copy_out(batch):
-            return
-        try:
-            self._settle_shared(batch, shared)
-        except Exception as error:  # noqa: BLE001  no frame is being handled that could report it
-            self._fail_batch(batch, batch.requests, error)
-            self.pool.kill_on_protocol_error(batch.worker, error)
-        self._notice_drained()
+            self.pool.workers[batch.worker].order(Order.RESUME, batch.id)
 
     # Other calls.
 
@@ -771,8 +720,6 @@ class LocalSession(Session):
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """Retry the requests of a dead worker, or fail them."""
-        self._fragments.pop(worker, None)
-        self._steps.pop(worker, None)
         slot = self.scheduler.workers.slots.get(worker)
         if slot is None:  # the scheduler was closed, and has forgotten its workers
             return
@@ -923,7 +870,7 @@ class LocalSession(Session):
         await self._wait_until_drained()
         if self._is_stepped:  # the worker would finish them, and a stream may have no end
             for batch in [*self.scheduler.workers.all_batches()]:
-                self.sender.skip(batch)
+                self.pool.workers[batch.worker].skip(batch.id)
         self._fail_open_requests()
         await self.pool.aclose()
 
@@ -954,6 +901,10 @@ class LocalSession(Session):
                 error = self.status.unanswered_error()
                 is_closed = isinstance(error, BatcherClosedError)
                 self._ledger.fail(request, error, "closed" if is_closed else "broken")
+
+
+def _reject_count(found: int, count: int) -> NoReturn:
+    raise TransportError(f"{found} outcomes came back for {count} requests")
 
 
 def make_scheduler(

@@ -1,6 +1,6 @@
 """Streams: requests whose callers get chunks before they end. API process, event loop's thread.
 
-    STEP, CHUNKS --give_chunks--> ChunkQueue <--read-- Stream, the user's
+    stepped --give_chunks--> ChunkQueue <--read-- Stream, the user's
 
 A `ChunkQueue` stands in the place of the future of a request, so that a stream is settled once, as
 every request: at its end, or with an error. A request with a future gets the list of all chunks.
@@ -10,7 +10,7 @@ import asyncio
 from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher.errors import BatcherError
@@ -186,17 +186,6 @@ class Stream(Generic[ChunkT]):
         # The app has dropped it, as Starlette does when a client disconnects; on any thread.
         if not self._request.is_settled:
             self._call(self._abandon, self._request)
-
-
-class Step(NamedTuple):
-    """The frame before the chunks of a step."""
-
-    # Batch ids of the streams that have a chunk, in the order of the chunks.
-    heard: list[int]
-    # Batch ids of the streams that have ended.
-    ended: list[int]
-    # The kind of answer that the chunks come in.
-    kind: int
 
 
 def give_chunks(

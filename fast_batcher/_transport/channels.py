@@ -30,6 +30,7 @@ from contextvars import Context
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from fast_batcher._core.values import Failed, Order
 from fast_batcher._process import at_fork, occupy_stdio
 from fast_batcher.errors import TransportError
 
@@ -89,19 +90,13 @@ class Kind:
     INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `pickling.ATOMS`
     INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
     INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
-    STOP = 5  # finish what has arrived, then end
-    PING = 6  # answer with PONG
+    STOP, PING, LEAVE, PAUSE, RESUME = Order  # without a body; PING is answered with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     STAGED_INPUTS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
     # The pickled list of pickled context managers of the observers that follow batches; the batch
     # with this id comes next.
     CONTEXTS = 9
     METHOD = 10  # the name of the method that computes the batch with this id, which comes next
-    VALUES = 11  # a batch for a thread of this process: the list of inputs itself
-    # About a stream, which is the batch with this id; without a body.
-    LEAVE = 12  # no caller waits for it any more: answer with SKIPPED, unless it has ended
-    PAUSE = 13  # its caller does not keep up: leave it out of the steps
-    RESUME = 14  # its caller has read
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
@@ -111,19 +106,14 @@ class Kind:
     # Outputs that lie in the outbox: pickled (start, sizes of stream and buffers, which buffers are
     # read-only, items, errors by position).
     SHARED_OUTPUTS = 21
-    OUTPUT_VALUES = 29  # from a thread of this process: the list of outputs and errors itself
     PONG = 22
     FREED = 27  # a pickled list: ids of batches that have no view left
-    # Pickled: ids of the batches that have a chunk in the next frame, ids of the batches that have
-    # ended, and the kind of an answer.
+    # Pickled: a `Step`, whose chunks come in the next frame, and the kind of an answer.
     STEP = 30
     CHUNKS = 31  # the chunks of a step, as an answer of that kind
     # Each of these is one pickled SerializedError, for every request of the batch.
-    FAILED = 23  # a retry cannot succeed
-    RAISED = 24  # `infer` raised
-    OUT_OF_MEMORY = 25  # `infer` ran out of memory
+    FAILED, RAISED, OUT_OF_MEMORY, FATAL = Failed
     SKIPPED = 28  # the batch was not computed, because no caller waits for it
-    FATAL = 26  # `infer` raised, and the process cannot use its device any more
     # API process to host; see `_host/protocol.py`
     HELLO = 32  # the first frame: the pickled fields of a `Hello`
     CALLS = 33  # requests whose inputs are all in `pickling.ATOMS`
@@ -171,7 +161,6 @@ class Frame(NamedTuple):
     batch_id: int
     # Seconds that `infer` took, in frames that answer a batch.
     seconds: float
-    # Bytes; of VALUES and OUTPUT_VALUES a list.
     body: Any
 
 

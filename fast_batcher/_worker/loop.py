@@ -1,25 +1,30 @@
-"""The worker's main loop: receives batches, calls the model, sends the answers. Main thread.
+"""The worker's main loop: takes batches, calls the model, answers. Main thread.
 
-One batch at a time; `stages` runs the same steps on several threads. It makes no decisions about
-requests: the parent forms batches, and decides what follows from a failure. Each output is pickled
-separately, so that an output that cannot be pickled fails alone, and no two callers get the same
-object.
+    FramePort   frames of the parent  -->  BatchJob
+    BatchLoop   BatchJob  -->  model  -->  the same job, with outputs
+    FramePort   the job  -->  frames to the parent
+
+One batch at a time; `stages` runs the same steps on several threads. A worker that is a thread of
+the parent has a port without frames (`_parent/worker_thread.py`). The worker makes no decisions
+about requests: the parent forms batches, and decides what follows from a failure. Each output is
+pickled separately, so that an output that cannot be pickled fails alone, and no two callers get the
+same object.
 """
 
 import ctypes
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any, Protocol
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lend, make_piece
-from fast_batcher._observers import BatchContexts
+from fast_batcher._core.values import Failed, Order, Step
+from fast_batcher._observers import NO_CONTEXTS, BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import Frame, Kind, pack_header
+from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_header
 from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     OutOfBandPickle,
@@ -34,6 +39,7 @@ from fast_batcher._transport.progress import BEGUN, TAKEN, WorkerProgress
 from fast_batcher._worker.model import free_memory
 from fast_batcher.errors import (
     InferenceError,
+    WorkerStartupError,
     cuda_message,
     forget_frames,
     is_out_of_memory,
@@ -64,11 +70,7 @@ class ReplyEncoder:
         body = None if errors else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
             return [(Kind.OUTPUT_ATOMS, body)]
-        # By `type`: `isinstance` asks `__class__`, which is the user's code, and types are few.
-        if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
-            for position, output in enumerate(outputs):
-                if issubclass(type(output), BaseException):
-                    errors.setdefault(position, pickling.describe(output))
+        describe_errors(outputs, errors)
         if errors:
             outputs = [None if at in errors else output for at, output in enumerate(outputs)]
         pickled = self._pickle(outputs)
@@ -77,7 +79,7 @@ class ReplyEncoder:
             if start is not None:
                 where = (start, pickled.sizes, pickled.find_frozen(), pickled.items)
                 return [(Kind.SHARED_OUTPUTS, dumps((*where, errors)))]
-            pickled = [self._pickle_item(output) for output in outputs]
+            pickled = [pickle_output(output) for output in outputs]
         return self._pack_items(pickled, errors)
 
     def give_back_unused(self) -> None:
@@ -92,15 +94,7 @@ class ReplyEncoder:
         except BaseException as error:  # noqa: BLE001  user code; each output is tried separately
             # A frame often keeps the error, and its frames keep the outputs.
             forget_frames(error)
-            return [self._pickle_item(output) for output in outputs]
-
-    def _pickle_item(self, output: Any) -> bytes | SerializedError:
-        try:
-            return dumps(output)
-        except BaseException as error:  # noqa: BLE001  pickling is the user's code too
-            failure = pickling.describe(_unsendable(output, error))
-            forget_frames(error)
-            return failure
+            return [pickle_output(output) for output in outputs]
 
     def _pack_items(
         self, items: Sequence[bytes | SerializedError], errors: dict[int, SerializedError]
@@ -111,21 +105,12 @@ class ReplyEncoder:
             if len(body) <= self._max_frame_bytes:
                 return [(Kind.OUTPUTS, body)]
         outcomes = [
-            errors[at] if at in errors else self._limited(item) for at, item in enumerate(items)
+            errors[at] if at in errors else limit_output(item, self._max_frame_bytes)
+            for at, item in enumerate(items)
         ]
         bodies = list(pickling.fragment(outcomes, self._max_frame_bytes))
         earlier = [(Kind.OUTPUTS_FRAGMENT, body) for body in bodies[:-1]]
         return [*earlier, (Kind.OUTPUTS, bodies[-1])]
-
-    def _limited(self, item: bytes | SerializedError) -> bytes | SerializedError:
-        if isinstance(item, SerializedError) or pickling.fits(len(item), self._max_frame_bytes):
-            return item
-        return pickling.describe(
-            InferenceError(
-                f"the output takes {len(item)} bytes, more than max_frame_bytes="
-                f"{self._max_frame_bytes} allows; return less or raise max_frame_bytes"
-            )
-        )
 
     def _has_outbox(self) -> bool:
         """Return whether there is an outbox; warn once if it could not be made."""
@@ -162,66 +147,88 @@ class ReplyEncoder:
             )
 
 
-def _unsendable(output: Any, error: BaseException) -> InferenceError:
-    result = InferenceError(
-        f"the output, a {type(output).__qualname__}, cannot be pickled: "
-        f"{pickling.one_line(error)}; "
-        "return plain data, arrays or tensors"
+def describe_errors(outputs: list[Any], errors: dict[int, SerializedError]) -> None:
+    """Add the exceptions among the outputs to the errors by position."""
+    # The check uses `type`: `isinstance` asks `__class__`, which is the user's code.
+    if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
+        for position, output in enumerate(outputs):
+            if issubclass(type(output), BaseException):
+                errors.setdefault(position, pickling.describe(output))
+
+
+def pickle_output(output: Any) -> bytes | SerializedError:
+    """Pickle one output, or describe the error of an output that cannot be pickled."""
+    try:
+        return dumps(output)
+    except BaseException as error:  # noqa: BLE001  pickling is the user's code too
+        unsendable = InferenceError(
+            f"the output, a {type(output).__qualname__}, cannot be pickled: "
+            f"{pickling.one_line(error)}; return plain data, arrays or tensors"
+        )
+        unsendable.__cause__ = error
+        failure = pickling.describe(unsendable)
+        forget_frames(error)
+        return failure
+
+
+def limit_output(item: bytes | SerializedError, max_frame_bytes: int) -> bytes | SerializedError:
+    """Describe an error in place of an output that does not fit into a frame."""
+    if isinstance(item, SerializedError) or pickling.fits(len(item), max_frame_bytes):
+        return item
+    return pickling.describe(
+        InferenceError(
+            f"the output takes {len(item)} bytes, more than max_frame_bytes={max_frame_bytes} "
+            "allows; return less or raise max_frame_bytes"
+        )
     )
-    result.__cause__ = error
-    return result
-
-
-# The inputs of a batch: the unpickled inputs, in their order; unpickling errors, by position in
-# the batch; and the shared memory of the inputs, for `stack`.
-Inputs = tuple[list[Any], dict[int, SerializedError], list[Piece]]
 
 
 class InputReader:
     """Reads the inputs of batches, and reports batches whose shared memory is free."""
 
-    def __init__(self, slabs: SlabViews | None) -> None:
+    def __init__(self, slabs: SlabViews | OSError | None) -> None:
         self._slabs = slabs
         # While both are empty, no shared memory is to be reported as free.
-        self.freed: list[int] = [] if slabs is None else slabs.freed
-        self.forks: list[Any] = [] if slabs is None else slabs.forks
+        self.freed: list[int] = slabs.freed if isinstance(slabs, SlabViews) else []
+        self.forks: list[Any] = slabs.forks if isinstance(slabs, SlabViews) else []
         # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
         self._fragments: dict[int, list[bytes]] = {}
+
+    def begin(self, progress: WorkerProgress) -> None:
+        """Prepare for the first batch; raise if the worker has not got the shared memory."""
+        if isinstance(self._slabs, OSError):
+            raise WorkerStartupError(
+                f"the worker cannot map all of max_shared_bytes; lower it: {self._slabs}"
+            )
+        if self._slabs is not None:
+            self._slabs.report_forks(progress)
 
     def keep_fragment(self, frame: Frame) -> None:
         """Keep a fragment of a batch that is larger than one frame, until the last one comes."""
         self._fragments.setdefault(frame.batch_id, []).extend(pickling.loads(frame.body))
 
-    def read(self, frame: Frame) -> Inputs:
-        """Return the inputs of a batch."""
-        pieces: list[Piece] = []
-        if frame.kind == Kind.INPUT_ATOMS:
-            return pickling.loads(frame.body), {}, pieces
-        if frame.kind == Kind.VALUES:
-            return frame.body, {}, pieces
+    def read(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
+        """Return inputs that were pickled apart; a `SerializedError` for an unreadable one.
+
+        Their shared memory is added to `pieces`.
+        """
         if frame.kind == Kind.INPUTS:
             items = self._fragments.pop(frame.batch_id, []) + pickling.loads(frame.body)
-            values = [_unpickle_item(item) for item in items]
-        else:
-            values = self._load_shared(frame, pieces)
-        errors = {at: value for at, value in enumerate(values) if type(value) is SerializedError}
-        if errors:
-            values = [value for value in values if type(value) is not SerializedError]
-        return values, errors, pieces
+            return [unpickle_item(item) for item in items]
+        return self._load_shared(frame, pieces)
 
     def pack_freed(self) -> bytes:
         """Return a FREED frame with the batches that have no view left; empty without any."""
-        slabs = self._slabs
-        freed = [] if slabs is None else slabs.take_freed()
+        freed = self._slabs.take_freed() if isinstance(self._slabs, SlabViews) else []
         if not freed:  # a child that the model has forked still has views
             return b""
         body = pickling.dumps(freed)
         return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
-        """Return views of inputs in shared memory; a `SerializedError` for an unreadable one."""
+        """Return views of inputs in shared memory."""
         slabs = self._slabs
-        assert slabs is not None, "the parent knows that it shares no memory"
+        assert isinstance(slabs, SlabViews), "the parent knows that it shares no memory"
         named = pickling.loads(frame.body)
         memory = slabs.view(frame.batch_id)
         if frame.kind == Kind.SHARED_INPUTS:
@@ -247,7 +254,8 @@ def _address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
 
 
-def _unpickle_item(item: bytes) -> Any:
+def unpickle_item(item: bytes) -> Any:
+    """Return an input that was pickled alone, or describe the error of one that is unreadable."""
     try:
         return pickling.loads(item)
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code
@@ -255,9 +263,7 @@ def _unpickle_item(item: bytes) -> Any:
 
 
 # Frames that are a batch, or its last fragment.
-BATCHES = frozenset(
-    {Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS, Kind.VALUES}
-)
+BATCHES = frozenset({Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS})
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -268,30 +274,23 @@ _FATAL_SIGNS = (
 )
 
 
-_NO_CONTEXTS: AbstractContextManager[None] = nullcontext()
+# Batch id of a ping: it takes the way of a batch, so that its answer says that all threads live.
+PING_ID = 2**64 - 1
 
 
 class BatchJob:
-    """A batch in the worker, from its frame to its answer."""
+    """A batch in the worker, from its arrival to its answer."""
 
     __slots__ = (
-        "batch_id",
-        "contexts",
-        "errors",
-        "inputs",
-        "is_fatal",
-        "method",
-        "outputs",
-        "pieces",
-        "reply",
-        "seconds",
+        *("batch_id", "contexts", "errors", "failure", "inputs", "is_skipped"),
+        *("method", "outputs", "pieces", "seconds"),
     )
 
     def __init__(self, batch_id: int) -> None:
         self.batch_id = batch_id
         self.method = "infer"
-        # The context managers of the observers that follow the batch.
-        self.contexts: AbstractContextManager[None] = _NO_CONTEXTS
+        # The pickled context managers of the observers that follow the batch.
+        self.contexts: Sequence[bytes] = ()
         # Of the positions that have no error, in their order. The model takes the inputs away.
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
@@ -299,23 +298,46 @@ class BatchJob:
         self.errors: dict[int, SerializedError] = {}
         # Shared memory of the inputs, for `stack`.
         self.pieces: list[Piece] = []
-        # The frames that answer the batch; None while it is not known to have failed.
-        self.reply: Reply | None = None
-        # Whether the process cannot use its device any more.
-        self.is_fatal = False
+        # The error of all requests of the batch; None while it is not known to have failed.
+        self.failure: tuple[Failed, SerializedError] | None = None
+        # Whether it was not computed, because no caller waits for it.
+        self.is_skipped = False
         # Seconds in the method.
         self.seconds = 0.0
 
-    def fail(self, kind: int, failure: SerializedError) -> None:
+    @classmethod
+    def make_ping(cls) -> "BatchJob":
+        """Make a ping, which comes while no batch is there."""
+        ping = cls(PING_ID)
+        ping.skip()
+        return ping
+
+    def take_inputs(self, values: list[Any]) -> None:
+        """Set the inputs; values that are a `SerializedError` are errors."""
+        errors = {at: value for at, value in enumerate(values) if type(value) is SerializedError}
+        if errors:
+            values = [value for value in values if type(value) is not SerializedError]
+        self.inputs, self.errors = values, errors
+
+    def spread(self, outputs: list[Any]) -> list[Any]:
+        """Return the outputs with None at the positions of errors."""
+        found = dict(zip(self.list_open(len(outputs)), outputs, strict=True))
+        return [found.get(at) for at in range(len(found) + len(self.errors))]
+
+    def fail(self, how: Failed, error: SerializedError) -> None:
         """Answer all requests of the batch with an error."""
         self.inputs, self.outputs, self.errors = [], [], {}
-        self.reply = [(kind, pickling.dumps(failure))]
-        self.is_fatal = kind == Kind.FATAL
+        self.failure = how, error
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether the process cannot use its device any more."""
+        return self.failure is not None and self.failure[0] is Failed.FATAL
 
     def skip(self) -> None:
         """Answer that the batch was not computed."""
         self.inputs, self.errors, self.pieces = [], {}, []
-        self.reply = [(Kind.SKIPPED, b"")]
+        self.is_skipped = True
 
     def list_open(self, count: int) -> list[int]:
         """Return the positions of the `count` inputs or outputs that have no error."""
@@ -323,118 +345,189 @@ class BatchJob:
         return [position for position in positions if position not in self.errors]
 
 
-class WorkerChannel(Protocol):
-    """The frames to a worker and from it: a `BlockingChannel`, or the calls of an actor."""
-
-    def receive(self) -> Frame | None:
-        """Return the next frame; None after the last one."""
-
-    def send(
-        self,
-        kind: int,
-        batch_id: int = 0,
-        body: bytes = b"",
-        seconds: float = 0.0,
-        ahead: bytes = b"",
-    ) -> None:
-        """Send a frame, behind the frames `ahead`."""
-
-    def send_packed(self, data: bytes) -> None:
-        """Send a whole frame."""
+# An order of the parent other than a ping, and the batch that it is about.
+Told = tuple[Order, int]
 
 
-class PolledChannel(WorkerChannel, Protocol):
-    """A channel to a worker that has other work than to wait for the next frame."""
+class WorkerPort(Protocol):
+    """The parent of a worker, as the worker sees it."""
+
+    def receive_model(self) -> Any:
+        """Wait for the model, for `load_warm`; None if the worker is not needed any more."""
+
+    def fail_start(self, error: SerializedError) -> None:
+        """Report that the model could not be loaded."""
+
+    def report_ready(self, *course: Any) -> None:
+        """Report readiness: the arguments of `WorkerHandle._loaded`."""
+
+    def receive(self) -> BatchJob | Told | None:
+        """Wait for the next batch or order; None after the last one."""
 
     def has_arrived(self) -> bool:
-        """Return whether a frame, or a part of one, can be received."""
+        """Return whether `receive` need not wait."""
+
+    def answer(self, job: BatchJob) -> None:
+        """Answer a batch."""
+
+    def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
+        """Send the chunks of a step, and end streams."""
+
+    def report_freed(self) -> None:
+        """Report the batches whose inputs in shared memory have no view left."""
 
 
-class BatchLoop:
-    """Main loop of a worker: answers batches with a model until the parent sends STOP."""
+_ORDERS = frozenset(Order)
+
+
+class FramePort:
+    """A `WorkerPort` that reads and writes frames."""
 
     def __init__(
         self,
-        channel: WorkerChannel,
-        models: Mapping[str, Any],
+        channel: BlockingChannel,
         progress: WorkerProgress,
         inputs: InputReader,
         encoder: ReplyEncoder,
+    ) -> None:
+        self._channel = channel
+        self._progress = progress
+        self._inputs = inputs
+        self._encoder = encoder
+        # The contexts that came last, by the id of their batch, which may not come: it is withdrawn
+        # if its inputs turn out not to be sendable.
+        self._contexts: dict[int, list[bytes]] = {}
+        # The method of the next batch by its id, of a model that has several.
+        self._method: dict[int, str] = {}
+
+    def receive_model(self) -> Any:
+        """Return the body of the first frame; raise if there is no memory for large inputs."""
+        first = self._channel.receive()
+        self._inputs.begin(self._progress)
+        return None if first is None else first.body
+
+    def fail_start(self, error: SerializedError) -> None:
+        """Send STARTUP_FAILED."""
+        self._channel.send(Kind.STARTUP_FAILED, body=dumps(error))
+
+    def report_ready(self, *course: Any) -> None:
+        """Send READY."""
+        self._channel.send(Kind.READY, body=dumps(course))
+
+    def has_arrived(self) -> bool:
+        """Return whether a frame, or a part of one, can be received."""
+        return self._channel.has_arrived()
+
+    def receive(self) -> BatchJob | Told | None:
+        """Wait for a batch or an order; note what precedes a batch."""
+        while True:
+            frame = self._channel.receive()
+            if frame is None:
+                return None
+            kind, batch_id = frame.kind, frame.batch_id
+            if kind in BATCHES:
+                return self._read(frame)
+            if kind == Kind.PING:
+                return BatchJob.make_ping()
+            if kind in _ORDERS:
+                return Order(kind), batch_id
+            if kind == Kind.INPUTS_FRAGMENT:
+                self._inputs.keep_fragment(frame)
+            elif kind == Kind.METHOD:
+                self._method = {batch_id: bytes(frame.body).decode()}
+            else:
+                self._contexts = {batch_id: pickling.loads(frame.body)}
+
+    def _read(self, frame: Frame) -> BatchJob:
+        batch_id = frame.batch_id
+        self._progress.numbers[TAKEN] = batch_id + 1
+        job = BatchJob(batch_id)
+        if self._method or self._contexts:
+            job.method = self._method.pop(batch_id, job.method)
+            job.contexts = self._contexts.pop(batch_id, job.contexts)
+        try:
+            if frame.kind == Kind.INPUT_ATOMS:
+                job.inputs = pickling.loads(frame.body)
+            else:
+                job.take_inputs(self._inputs.read(frame, job.pieces))
+        except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
+            job.fail(Failed.FOR_GOOD, pickling.describe(error))
+            forget_frames(error)
+        return job
+
+    def answer(self, job: BatchJob) -> None:
+        """Send the outputs of a batch, or its error."""
+        if job.is_skipped or job.failure is not None:
+            frames = self._pack_other(job)
+        else:
+            outputs, job.outputs = job.outputs, []
+            frames = self._encoder.pack(job.spread(outputs) if job.errors else outputs, job.errors)
+            del outputs
+        # If the model keeps no view of the batch, its memory is free when the answer arrives.
+        inputs = self._inputs
+        ahead = inputs.pack_freed() if inputs.freed or inputs.forks else b""
+        for kind, body in frames:
+            self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
+            ahead = b""
+        # The outputs may have been the last views.
+        if inputs.freed or inputs.forks:
+            self.report_freed()
+
+    def _pack_other(self, job: BatchJob) -> Reply:
+        if job.failure is not None:
+            how, error = job.failure
+            return [(how, dumps(error))]
+        if job.batch_id != PING_ID:
+            return [(Kind.SKIPPED, b"")]
+        self._encoder.give_back_unused()
+        return [(Kind.PONG, b"")]
+
+    def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
+        """Send STEP, and the chunks as the answer to a batch."""
+        *fragments, (kind, body) = self._encoder.pack(chunks, {})
+        for fragment_kind, fragment in fragments:
+            self._channel.send(fragment_kind, 0, fragment)
+        named = dumps((step, kind))
+        ahead = pack_header(Kind.STEP, len(named), 0, 0.0) + named
+        self._channel.send(Kind.CHUNKS, 0, body, seconds, ahead)
+
+    def report_freed(self) -> None:
+        """Send FREED, if there is something to report."""
+        freed = self._inputs.pack_freed()
+        if freed:
+            self._channel.send_packed(freed)
+
+
+class BatchLoop:
+    """Main loop of a worker: answers batches with a model until the parent says stop."""
+
+    def __init__(
+        self,
+        port: WorkerPort,
+        models: Mapping[str, Any],
+        progress: WorkerProgress,
         *,
         copies: bool = False,
     ) -> None:
-        self._channel = channel
+        self._port = port
         self._models = models
         # Whether outputs must not be views of an array that the model may fill again.
         self._copies = copies
         self._progress = progress.numbers
         self._is_skipped = progress.is_skipped
-        self._inputs = inputs
-        self._encoder = encoder
         self._contexts = BatchContexts()
-        # The contexts that came last, by the id of their batch, which may not come: it is withdrawn
-        # if its inputs turn out not to be sendable.
-        self._given: dict[int, AbstractContextManager[None]] = {}
-        # The method of the next batch by its id, of a model that has several.
-        self._method: dict[int, str] = {}
 
     def run(self) -> None:
-        """Answer batches until STOP, until the parent closes its end, or until a fatal error."""
-        while True:
-            # Batches whose last view the model has dropped since the last answer.
-            if self._inputs.freed or self._inputs.forks:
-                self.report_freed()
-            job = self.receive()
-            if isinstance(job, BatchJob):
-                self.compute(job)
-                self.answer(job)
-                if job.is_fatal:
-                    return
-            elif job == Kind.STOP:
+        """Answer batches until the parent says stop or is gone, or until a fatal error."""
+        while isinstance(job := self._port.receive(), BatchJob):
+            self.compute(job)
+            self._port.answer(job)
+            if job.failure is not None and job.is_fatal:
                 return
-            else:
-                self.answer_ping()
-
-    def receive(self) -> BatchJob | int:
-        """Wait for a batch, and read its inputs; return PING for a ping, and STOP for the end."""
-        while True:
-            frame = self._channel.receive()
-            if frame is None:
-                return Kind.STOP
-            if frame.kind in BATCHES:
-                return self.read(frame)
-            if frame.kind in (Kind.STOP, Kind.PING):
-                return frame.kind
-            self.note(frame)
-
-    def note(self, frame: Frame) -> None:
-        """Note what precedes a batch."""
-        if frame.kind == Kind.INPUTS_FRAGMENT:
-            self._inputs.keep_fragment(frame)
-        elif frame.kind == Kind.METHOD:
-            self._method = {frame.batch_id: bytes(frame.body).decode()}
-        else:
-            contexts = self._contexts.join_pickled(pickling.loads(frame.body))
-            self._given = {frame.batch_id: contexts}
-
-    def read(self, frame: Frame) -> BatchJob:
-        """Read the inputs of a batch."""
-        batch_id = frame.batch_id
-        self._progress[TAKEN] = batch_id + 1
-        job = BatchJob(batch_id)
-        if self._method or self._given:
-            job.method = self._method.pop(batch_id, job.method)
-            job.contexts = self._given.pop(batch_id, job.contexts)
-        try:
-            job.inputs, job.errors, job.pieces = self._inputs.read(frame)
-        except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
-            job.fail(Kind.FAILED, pickling.describe(error))
-            forget_frames(error)
-        return job
 
     def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch that has not failed."""
-        if job.reply is not None:
+        if job.failure is not None or job.is_skipped:
             return
         if self._is_skipped(job.batch_id):
             job.skip()
@@ -447,9 +540,10 @@ class BatchLoop:
         job.inputs = []
         if job.pieces:
             lend(job.pieces)
+        contexts = self._contexts.join_pickled(job.contexts) if job.contexts else NO_CONTEXTS
         started = monotonic()
         try:
-            with job.contexts:
+            with contexts:
                 outputs = self._models[job.method].infer(inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             job.seconds = monotonic() - started
@@ -467,46 +561,19 @@ class BatchLoop:
                 outputs, count, f"{job.method} returned", copies=self._copies
             )
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
-            job.fail(Kind.FAILED, pickling.describe(error))
-
-    def answer(self, job: BatchJob) -> None:
-        """Send the outputs of a batch, or its error."""
-        frames = job.reply
-        if frames is None:
-            outputs, job.outputs = job.outputs, []
-            if job.errors:
-                found = dict(zip(job.list_open(len(outputs)), outputs, strict=True))
-                outputs = [found.get(at) for at in range(len(found) + len(job.errors))]
-            frames = self._encoder.pack(outputs, job.errors)
-        # If the model keeps no view of the batch, its memory is free when the answer arrives.
-        inputs = self._inputs
-        ahead = inputs.pack_freed() if inputs.freed or inputs.forks else b""
-        for kind, body in frames:
-            self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
-            ahead = b""
-
-    def report_freed(self) -> None:
-        """Report the batches whose shared memory has no view left."""
-        freed = self._inputs.pack_freed()
-        if freed:
-            self._channel.send_packed(freed)
-
-    def answer_ping(self) -> None:
-        """Answer a ping, which comes while no batch is there."""
-        self._channel.send(Kind.PONG)
-        self._encoder.give_back_unused()
+            job.fail(Failed.FOR_GOOD, pickling.describe(error))
 
 
-def judge(error: BaseException) -> tuple[int, SerializedError]:
-    """Return the kind of frame that reports an error of `infer`, and the error as data."""
+def judge(error: BaseException) -> tuple[Failed, SerializedError]:
+    """Return the consequence of an error of `infer`, and the error as data."""
     failure = pickling.describe(error)
-    kind = Kind.RAISED
+    how = Failed.RAISED
     if is_out_of_memory(error):
-        kind = Kind.OUT_OF_MEMORY
+        how = Failed.OUT_OF_MEMORY
         free_memory(error)
     elif breaks_device(error):
-        kind = Kind.FATAL
-    return kind, failure
+        how = Failed.FATAL
+    return how, failure
 
 
 def breaks_device(error: BaseException) -> bool:

@@ -19,22 +19,16 @@ import os
 import signal
 import sys
 import threading
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from fast_batcher._process import end_descendants, freeze_for_good, monotonic, read_rss
 from fast_batcher._shared_memory.inputs import SlabViews
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import BlockingChannel, Kind
+from fast_batcher._transport.channels import BlockingChannel
 from fast_batcher._transport.logs import LogSettings
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import (
-    BatchLoop,
-    InputReader,
-    PolledChannel,
-    ReplyEncoder,
-    WorkerChannel,
-)
+from fast_batcher._worker.loop import BatchLoop, FramePort, InputReader, ReplyEncoder, WorkerPort
 from fast_batcher._worker.model import (
     collate_methods,
     construct,
@@ -175,7 +169,7 @@ class Loaded(NamedTuple):
 
 
 def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
-    """Load the model, and warm it up; `body` is that of a LOAD frame."""
+    """Load the model, and warm it up; `body` names it, as in a LOAD frame."""
     began = monotonic()
     call = import_model(body)
     if is_stepped(call.cls) != settings.is_stepped:
@@ -233,62 +227,43 @@ def worker_main(
     # `concurrent.futures` executor, whose exit hook runs later.
     multiprocessing.util.Finalize(None, end_descendants, exitpriority=0)
     try:
+        inputs = InputReader(slabs)
         encoder = ReplyEncoder(outbox, settings.max_frame_bytes)
-        exit_code = load_and_serve(channel, progress, slabs, encoder, settings)
+        port = FramePort(channel, progress, inputs, encoder)
+        exit_code = load_and_serve(port, progress, settings)
     except BrokenPipeError:  # the parent has closed its ends
         exit_code = 0
     sys.exit(exit_code)
 
 
-def load_and_serve(
-    channel: WorkerChannel,
-    progress: WorkerProgress,
-    slabs: SlabViews | OSError | None,
-    encoder: ReplyEncoder,
-    settings: WorkerSettings,
-) -> int:
+def load_and_serve(port: WorkerPort, progress: WorkerProgress, settings: WorkerSettings) -> int:
     """Load the model and serve it; returns the exit code."""
-    first = channel.receive()
-    if first is None:  # the parent does not need the worker any more
-        return 0
     try:
-        views = _check_slabs(slabs)
-        loaded = load_warm(first.body, settings)
+        body = port.receive_model()
+        if body is None:  # the parent does not need the worker any more
+            return 0
+        loaded = load_warm(body, settings)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
-        channel.send(Kind.STARTUP_FAILED, body=pickling.dumps(pickling.describe(error)))
+        port.fail_start(pickling.describe(error))
         return 1
     stages = loaded.stages
     try:
-        ready = loaded.times, stages.count, read_module_files(), loaded.start
-        channel.send(Kind.READY, body=pickling.dumps(ready))
-        if views is not None:
-            views.report_forks(progress)
+        port.report_ready(loaded.times, stages.count, read_module_files(), loaded.start)
         copies = settings.copies_outputs or stages.count > 1
-        reader = InputReader(views)
-        loop = BatchLoop(channel, loaded.models, progress, reader, encoder, copies=copies)
+        loop = BatchLoop(port, loaded.models, progress, copies=copies)
         if settings.is_stepped:
             # A worker that needs no steps need not import the module.
             from fast_batcher._worker.steps import StepLoop
 
             most = settings.max_batch_size
-            # The calls of an actor are refused with a `SteppedModel`.
-            polled = cast("PolledChannel", channel)
-            StepLoop(loop, polled, loaded.model, most, progress, encoder, copies=copies).run()
+            StepLoop(port, loaded.model, most, progress, copies=copies).run()
         elif stages.count > 1:
-            StageLoop(loop, stages).run()
+            StageLoop(loop, port, stages).run()
         else:
             loop.run()
     finally:
         close_model(loaded.model)
     return 0
-
-
-def _check_slabs(slabs: SlabViews | OSError | None) -> SlabViews | None:
-    if isinstance(slabs, OSError):
-        raise WorkerStartupError(
-            f"the worker cannot map all of max_shared_bytes; lower it: {slabs}"
-        )
-    return slabs
 
 
 def close_model(model: Any) -> None:

@@ -15,9 +15,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._core.values import Failed
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import Kind
-from fast_batcher._worker.loop import BatchJob, BatchLoop, breaks_device
+from fast_batcher._worker.loop import BatchJob, BatchLoop, WorkerPort, breaks_device
 from fast_batcher.errors import forget_frames, is_kind
 
 Calls = list[Future[Any]]
@@ -84,23 +84,24 @@ class StagesInTurn:
 class StageLoop:
     """Main loop of a worker whose model has more than one stage."""
 
-    def __init__(self, loop: BatchLoop, stages: Stages) -> None:
+    def __init__(self, loop: BatchLoop, port: WorkerPort, stages: Stages) -> None:
         self._loop = loop
+        self._port = port
         self._stages = stages
-        # From the reader thread: batches with the calls of their first stage, PING, and STOP. An
-        # exception of a thread ends the main thread, and so the process.
-        self._received: SimpleQueue[tuple[BatchJob | int | BaseException, Calls | None]] = (
+        # The reader thread puts batches with the calls of their first stage, and None at the end.
+        # An exception of a thread ends the main thread, and so the process.
+        self._received: SimpleQueue[tuple[BatchJob | BaseException | None, Calls | None]] = (
             SimpleQueue()
         )
-        # From the main thread: batches with the calls of their last stage, PING, and STOP.
-        self._computed: SimpleQueue[tuple[BatchJob | int, Calls | None]] = SimpleQueue()
+        # The main thread puts batches with the calls of their last stage, and None at the end.
+        self._computed: SimpleQueue[tuple[BatchJob | None, Calls | None]] = SimpleQueue()
 
     def run(self) -> None:
-        """Answer batches until STOP, until the parent closes its end, or until a fatal error.
+        """Answer batches until the parent says stop or is gone, or until a fatal error.
 
         After a fatal error of `finish` the parent ends the process.
         """
-        # Daemons: the reader may wait for a frame, and the sender for a finish that never ends,
+        # Daemons: the reader may wait for a batch, and the sender for a finish that never ends,
         # when an error ends the process.
         self._start(self._read, "fast_batcher-reader")
         sender = self._start(self._send, "fast_batcher-sender")
@@ -121,15 +122,13 @@ class StageLoop:
 
     def _read(self) -> None:
         """Reader thread: receive batches, and begin their first stage."""
-        while True:
-            job = self._loop.receive()
+        while isinstance(job := self._port.receive(), BatchJob):
             calls = None
-            if isinstance(job, BatchJob) and job.method == "infer":
+            if job.method == "infer":
                 calls = self._stages.call(self._stages.prepare, job.inputs)
             self._received.put((job, calls))
-            if job == Kind.STOP:
-                return
             del job, calls
+        self._received.put((None, None))
 
     def _compute(self) -> None:
         """Main thread: compute batches, and begin their last stage."""
@@ -137,19 +136,19 @@ class StageLoop:
             job, calls = self._received.get()
             if isinstance(job, BaseException):
                 raise job
-            if isinstance(job, BatchJob):
-                if calls is not None:
-                    job.inputs = _collect(job, job.inputs, calls)
-                # The calls keep what they returned, and the model alone is to have it.
-                calls = None
-                self._loop.compute(job)
-                if job.method == "infer":
-                    calls = self._stages.call(_pass_errors(self._stages.finish), job.outputs)
-            self._computed.put((job, calls))
-            if job == Kind.STOP:
+            if job is None:
+                self._computed.put((None, None))
                 return
-            if isinstance(job, BatchJob) and job.is_fatal:
-                self._computed.put((Kind.STOP, None))
+            if calls is not None:
+                job.inputs = _collect(job, job.inputs, calls)
+            # The calls keep what they returned, and the model alone is to have it.
+            calls = None
+            self._loop.compute(job)
+            if job.method == "infer":
+                calls = self._stages.call(_pass_errors(self._stages.finish), job.outputs)
+            self._computed.put((job, calls))
+            if job.is_fatal:
+                self._computed.put((None, None))
                 return
             del job, calls
 
@@ -157,16 +156,13 @@ class StageLoop:
         """Sender thread: answer batches."""
         while True:
             job, calls = self._computed.get()
-            if job == Kind.STOP:
+            if job is None:
                 return
-            if isinstance(job, BatchJob):
-                if calls is not None:
-                    job.outputs = _collect(job, job.outputs, calls)
-                self._loop.answer(job)
-            else:
-                self._loop.answer_ping()
+            if calls is not None:
+                job.outputs = _collect(job, job.outputs, calls)
+            self._port.answer(job)
             del job, calls
-            self._loop.report_freed()
+            self._port.report_freed()
 
 
 def _collect(job: BatchJob, values: list[Any], calls: Calls) -> list[Any]:
@@ -184,7 +180,7 @@ def _collect(job: BatchJob, values: list[Any], calls: Calls) -> list[Any]:
         # The frames keep the input.
         forget_frames(error)
         if is_fatal:
-            job.fail(Kind.FATAL, failure)
+            job.fail(Failed.FATAL, failure)
             return []
         job.errors[position] = failure
     return values

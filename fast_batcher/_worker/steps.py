@@ -3,10 +3,10 @@
     receive   newcomers, and who leaves, pauses or resumes; waits only if no stream can step
     join      the oldest newcomers, as many as there are places
     step      all streams that are not paused
-    send      STEP, and their chunks as the answer to a batch
+    send      their chunks, and which streams have ended
 
 A stream is a batch of one request: its input arrives as any other, and an error ends it as any
-other. Only its chunks come in frames of their own, with those of the other streams of a step.
+other. Only its chunks are sent apart, with those of the other streams of a step.
 """
 
 import logging
@@ -16,18 +16,10 @@ from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import lend
-from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import Frame, Kind, pack_header
+from fast_batcher._core.values import Failed, Order
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import BEGUN, WorkerProgress
-from fast_batcher._worker.loop import (
-    BATCHES,
-    BatchJob,
-    BatchLoop,
-    PolledChannel,
-    ReplyEncoder,
-    judge,
-)
+from fast_batcher._worker.loop import BatchJob, Told, WorkerPort, judge
 from fast_batcher.errors import forget_frames, is_kind
 from fast_batcher.stepped import read_outcome
 
@@ -43,32 +35,26 @@ class StepLoop:
     """Main loop of a worker with a `SteppedModel`.
 
     Args:
-        loop: Reads inputs, and sends the answers that end a stream.
-        channel: The channel of `loop`.
+        port: The worker's parent.
         model: The model.
         most: Most streams that run at a time; further ones wait.
-        progress: The progress of `loop`.
-        encoder: Encodes the chunks of a step as the outputs of a batch.
+        progress: The worker's progress.
         copies: Whether chunks must not be views of an array that the model may fill again.
     """
 
     def __init__(
         self,
-        loop: BatchLoop,
-        channel: PolledChannel,
+        port: WorkerPort,
         model: Any,
         most: int,
         progress: WorkerProgress,
-        encoder: ReplyEncoder,
         *,
         copies: bool = False,
     ) -> None:
-        self._loop = loop
-        self._channel = channel
+        self._port = port
         self._model = model
         self._most = most
         self._progress = progress.numbers
-        self._encoder = encoder
         self._copies = copies
         # The keys are batch ids, in order of arrival.
         self._newcomers: dict[int, BatchJob] = {}
@@ -92,19 +78,22 @@ class StepLoop:
             if len(self._states) > len(self._paused):
                 self._step()
             # The model has dropped the inputs of streams that have ended.
-            self._loop.report_freed()
+            self._port.report_freed()
 
     # Receiving.
 
     def _receive(self) -> bool:
         """Take what has arrived, and wait while there is nothing to do; False at the end."""
-        while self._is_idle() or self._channel.has_arrived():
+        while self._is_idle() or self._port.has_arrived():
             if self._is_stopping and not (self._states or self._newcomers):
                 return False
-            frame = self._channel.receive()
-            if frame is None:
+            arrived = self._port.receive()
+            if arrived is None:
                 return False
-            self._take(frame)
+            if isinstance(arrived, BatchJob):
+                self._welcome(arrived)
+            else:
+                self._obey(arrived)
         return True
 
     def _is_idle(self) -> bool:
@@ -116,39 +105,29 @@ class StepLoop:
             return 0
         return self._most - len(self._states)
 
-    def _take(self, frame: Frame) -> None:
-        kind, batch_id = frame.kind, frame.batch_id
-        if kind == Kind.STOP:
+    def _obey(self, told: Told) -> None:
+        order, batch_id = told
+        if order is Order.STOP:
             self._is_stopping = True
-        elif kind == Kind.PING:
-            self._loop.answer_ping()
-        elif kind == Kind.PAUSE:
+        elif order is Order.PAUSE:
             if batch_id in self._states:
                 self._paused.add(batch_id)
-        elif kind == Kind.RESUME:
+        elif order is Order.RESUME:
             self._paused.discard(batch_id)
-        elif kind == Kind.LEAVE:
-            self._dismiss(batch_id)
-        elif kind in BATCHES:
-            self._welcome(self._loop.read(frame))
-        else:
-            self._loop.note(frame)
+        # It leaves, because no caller waits; it may have ended meanwhile.
+        elif batch_id in self._states or batch_id in self._newcomers:
+            job = self._newcomers.pop(batch_id, None) or BatchJob(batch_id)
+            self._release([batch_id])
+            job.skip()
+            self._port.answer(job)
 
     def _welcome(self, job: BatchJob) -> None:
-        if job.reply is None and job.errors:
-            job.fail(Kind.FAILED, job.errors[0])
-        if job.reply is None:
+        if job.failure is None and job.errors:
+            job.fail(Failed.FOR_GOOD, job.errors[0])
+        if job.failure is None and not job.is_skipped:
             self._newcomers[job.batch_id] = job
         else:
-            self._loop.answer(job)
-
-    def _dismiss(self, batch_id: int) -> None:
-        """Let a stream leave for which no caller waits; it may have ended meanwhile."""
-        if batch_id in self._states or batch_id in self._newcomers:
-            self._newcomers.pop(batch_id, None)
-            self._release([batch_id])
-            self._channel.send(Kind.SKIPPED, batch_id)
-            self._loop.report_freed()
+            self._port.answer(job)
 
     def _release(self, batch_ids: Sequence[int]) -> None:
         """Forget streams that have joined."""
@@ -182,13 +161,13 @@ class StepLoop:
                 self._model.join(inputs), len(jobs), "join returned", copies=False
             )
         except BaseException as error:  # noqa: BLE001  as in `BatchLoop.compute`
-            kind, failure = judge(error)
+            how, failure = judge(error)
             forget_frames(error)
-            if len(jobs) > 1 and kind != Kind.FATAL:
+            if len(jobs) > 1 and how is not Failed.FATAL:
                 self._apart = len(jobs)
                 self._newcomers = {job.batch_id: job for job in jobs} | self._newcomers
             else:
-                self._fail_all([job.batch_id for job in jobs], kind, failure)
+                self._fail_all([job.batch_id for job in jobs], how, failure)
             return
         finally:
             lend(())
@@ -199,18 +178,20 @@ class StepLoop:
             else:
                 self._states[job.batch_id] = state
 
-    def _fail_all(self, batch_ids: list[int], kind: int, failure: SerializedError) -> None:
-        """End streams with an error; the parent ends the worker at the first FATAL frame."""
-        earlier = Kind.RAISED if kind == Kind.FATAL else kind
+    def _fail_all(self, batch_ids: list[int], how: Failed, failure: SerializedError) -> None:
+        """End streams with an error; the parent ends the worker at the first fatal one."""
+        earlier = Failed.RAISED if how is Failed.FATAL else how
         for batch_id in batch_ids[:-1]:
             self._fail(batch_id, earlier, failure)
-        self._fail(batch_ids[-1], kind, failure)
+        self._fail(batch_ids[-1], how, failure)
 
-    def _fail(self, batch_id: int, kind: int, failure: SerializedError) -> None:
+    def _fail(self, batch_id: int, how: Failed, failure: SerializedError) -> None:
         """End a stream with an error."""
-        self._is_fatal |= kind == Kind.FATAL
+        self._is_fatal |= how is Failed.FATAL
         self._release([batch_id])
-        self._channel.send(kind, batch_id, pickling.dumps(failure))
+        job = BatchJob(batch_id)
+        job.fail(how, failure)
+        self._port.answer(job)
 
     # Steps.
 
@@ -224,9 +205,9 @@ class StepLoop:
                 self._model.step(states), len(running), "step returned", copies=self._copies
             )
         except BaseException as error:  # noqa: BLE001  as in `BatchLoop.compute`
-            kind, failure = judge(error)
+            how, failure = judge(error)
             forget_frames(error)
-            self._fail_all(running, kind, failure)
+            self._fail_all(running, how, failure)
             return
         self._send(running, outcomes, began)
 
@@ -248,9 +229,4 @@ class StepLoop:
         if not (heard or ended) and now < self._sent_at + SILENCE:
             return
         self._sent_at = now
-        *fragments, (kind, body) = self._encoder.pack(chunks, {})
-        for fragment_kind, fragment in fragments:
-            self._channel.send(fragment_kind, running[0], fragment)
-        step = pickling.dumps((heard, ended, kind))
-        ahead = pack_header(Kind.STEP, len(step), 0, 0.0) + step
-        self._channel.send(Kind.CHUNKS, 0, body, now - began, ahead)
+        self._port.answer_step((heard, ended), chunks, now - began)

@@ -1,6 +1,7 @@
 """The workers of a batcher, with real processes: started, replaced, ended, and what is told."""
 
 import asyncio
+import functools
 import importlib
 import os
 import signal
@@ -22,10 +23,12 @@ from waits import LIMIT, SOON, Gate, Watch, turns
 from fast_batcher._observers import Observers
 from fast_batcher._parent import pool as pools
 from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker_process import Exit, WorkerHandle, describe_exit
+from fast_batcher._parent.worker_handle import Answer, Exit, WorkerHandle, describe_exit
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import Frame, Kind, pack_header
+from fast_batcher._transport.channels import Kind, pack_header
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model import check_model
 from fast_batcher.settings import Settings
@@ -42,7 +45,7 @@ class Told:
         # Of the warm-up of the worker that was ready last.
         self.times: list[tuple[int, float]] = []
         # The workers that are ready, by id.
-        self.links: dict[int, WorkerHandle] = {}
+        self.links: dict[int, FrameWorker] = {}
         self._changed = asyncio.Event()
         self._pools: list[Pool] = []
 
@@ -52,7 +55,10 @@ class Told:
         spec = check_model(model, args, None, checked.max_frame_bytes)
         loop = asyncio.get_running_loop()
         memory = MemoryService(loop, checked.max_shared_bytes, "tested")
-        pool = Pool(spec, checked, self, memory, Observers("tested"), "tested")
+        me: Any = self
+        sender = BatchSender(checked, memory, {}, "tested")
+        make_worker = functools.partial(WorkerProcess, sender)
+        pool = Pool(spec, checked, me, memory, Observers("tested"), "tested", make_worker)
         self._pools.append(pool)
         pool.open()
         return pool
@@ -75,6 +81,7 @@ class Told:
         self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
     ) -> None:
         self.times = times
+        assert isinstance(worker, FrameWorker)
         self.links[worker.id] = worker
         self._tell("ready", worker.id)
 
@@ -95,8 +102,8 @@ class Told:
     def idle_workers(self) -> list[int]:
         return []
 
-    def frame_arrived(self, worker: int, frame: Frame) -> None:
-        self._tell("answer", pickling.loads(frame.body))
+    def answered(self, worker: int, batch_id: int, seconds: float, answer: Answer) -> None:
+        self._tell("answer", answer())
 
     def count(self, event: str) -> int:
         return [name for name, _ in self.events].count(event)

@@ -16,7 +16,7 @@ from models.ordinary import Warm
 from waits import LIMIT, MEASURED, both_loops
 
 from fast_batcher import DynBatcher
-from fast_batcher._parent.worker_process import SLOW_START, describe_start
+from fast_batcher._parent.worker_handle import SLOW_START, describe_start
 from fast_batcher._worker.main import Start
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -16,7 +16,8 @@ from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 
 from fast_batcher import DeadlineExceededError, DynBatcher
 from fast_batcher._parent.staging import MOST_AT_ONCE
-from fast_batcher._parent.worker_process import WorkerHandle, WorkerProcess
+from fast_batcher._parent.worker_handle import WorkerHandle
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._session import session
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -68,7 +69,7 @@ async def test_answer_during_blocked_loop_is_delivered(
     settings: Any, answer: str, next_thing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A worker that does not run for a moment is still sending.
-    monkeypatch.setattr(session, "REST_OF_FRAME", LIMIT)
+    monkeypatch.setattr(session, "REST_OF_ANSWER", LIMIT)
     size, shared = ANSWERS[answer]
     async with DynBatcher(Grows, **settings, **shared) as batcher:
         handle = worker_of(batcher)

@@ -28,18 +28,29 @@ class Wire:
 
     id = WORKER
     slabs = None
-    takes_values = False
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int, bytes]] = []
         settings = Settings(max_frame_bytes=MAX_FRAME_BYTES)
         memory: Any = self
-        self.sender = BatchSender(settings, memory, {WORKER: memory}, self, "name")
+        # The inputs that cannot be sent.
+        self.refused: list[Any] = []
+        self._sender = BatchSender(settings, memory, {WORKER: memory}, "name")
 
     def _refuse(self, *_: object) -> Any:
         raise AssertionError("without shared memory nothing is copied, or found out later")
 
-    run_in_thread = reserve = fill = skip = inputs_unsendable = _refuse
+    run_in_thread = reserve = fill = _refuse
+
+    def inputs_unsendable(self, _: Batch, refused: list[Any]) -> None:
+        self.refused += refused
+
+    def send_batch(self, batch: Batch) -> list[Any]:
+        """Send a batch; return the requests that cannot be sent, with the reasons."""
+        worker: Any = self
+        worker.listener = self
+        self._sender.send(worker, batch, ())
+        return self.refused
 
     def send(self, kind: int, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
@@ -68,7 +79,7 @@ def batch_of(*values: Any) -> Batch:
 
 
 def test_a_batch_of_atoms_is_one_pickle(wire: Wire) -> None:
-    assert wire.sender.send(batch_of("a", None, 3)) == []
+    assert wire.send_batch(batch_of("a", None, 3)) == []
     ((kind, batch_id, body),) = wire.sent
     assert (kind, batch_id) == (Kind.INPUT_ATOMS, BATCH_ID)
     assert pickling.loads(body) == ["a", None, 3]
@@ -76,7 +87,7 @@ def test_a_batch_of_atoms_is_one_pickle(wire: Wire) -> None:
 
 def test_other_batches_are_one_frame_of_pickles(wire: Wire) -> None:
     shared = {"a": [1]}
-    assert wire.sender.send(batch_of(shared, "a", (shared, shared))) == []
+    assert wire.send_batch(batch_of(shared, "a", (shared, shared))) == []
     assert wire.kinds == [Kind.INPUTS]
     one, text, (two, also_two) = wire.items()
     assert (one, text, two) == (shared, "a", shared)
@@ -89,7 +100,7 @@ def test_other_batches_are_one_frame_of_pickles(wire: Wire) -> None:
 )
 def test_unpicklable_input_fails_alone(wire: Wire, error: BaseException) -> None:
     batch = batch_of("a", RefusesPickling(error), "c")
-    ((request, refusal),) = wire.sender.send(batch)
+    ((request, refusal),) = wire.send_batch(batch)
     assert request is batch.requests[1]
     assert isinstance(refusal, UnsendableValueError)
     assert isinstance(refusal.__cause__, RemoteTraceback)
@@ -110,20 +121,20 @@ class SlowToPickle:
 @pytest.mark.slow
 def test_slow_pickling_is_logged_once(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        assert wire.sender.send(batch_of(SlowToPickle())) == []
+        assert wire.send_batch(batch_of(SlowToPickle())) == []
     (message,) = caplog.messages
     assert message.startswith("name: pickling inputs took ")
 
 
 def test_unsendable_batch_sends_nothing(wire: Wire) -> None:
-    refused = wire.sender.send(batch_of(lambda: None, lambda: None))
+    refused = wire.send_batch(batch_of(lambda: None, lambda: None))
     assert [type(refusal) for _, refusal in refused] == [UnsendableValueError] * 2
     assert wire.sent == []
 
 
 def test_too_large_batch_is_sent_in_parts(wire: Wire) -> None:
     values = [bytes([number]) * 300_000 for number in range(8)]
-    assert wire.sender.send(batch_of(*values)) == []
+    assert wire.send_batch(batch_of(*values)) == []
     assert len(wire.kinds) > 2
     assert set(wire.kinds[:-1]) == {Kind.INPUTS_FRAGMENT}
     assert wire.kinds[-1] is Kind.INPUTS
@@ -132,7 +143,7 @@ def test_too_large_batch_is_sent_in_parts(wire: Wire) -> None:
 
 def test_too_large_input_fails_alone(wire: Wire) -> None:
     batch = batch_of(b"small", bytes(MAX_FRAME_BYTES), b"other")
-    ((request, refusal),) = wire.sender.send(batch)
+    ((request, refusal),) = wire.send_batch(batch)
     assert request is batch.requests[1]
     assert isinstance(refusal, RequestTooLargeError)
     assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(refusal)

@@ -213,6 +213,17 @@ def top_levels(modules: set[str]) -> set[str]:
 # Floors.
 
 
+def test_frames_are_known_below_the_seam_alone() -> None:
+    """A session hands batches over and takes outcomes; the host's own messages are frames, too."""
+    know = {
+        name
+        for name, source in SOURCES.items()
+        if any(ours(target) == "_transport.channels" for target in source.imports())
+    }
+    parts = {name for name in know if SOURCES[name].part not in ("_host", "_ray", "_transport")}
+    assert parts == {"_parent.sending", "_parent.worker_process", "_worker.loop", "_worker.main"}
+
+
 @every_source
 def test_files_import_from_their_layer_or_below(name: str) -> None:
     """Each thing at the edge can be left out: it is imported by itself alone.

@@ -14,12 +14,11 @@ from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.values import Batch, Release, Request
-from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import MOST_AT_ONCE
-from fast_batcher._parent.worker_process import end_leases
 from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
-from fast_batcher._transport.pickling import dumps
+from fast_batcher._transport.pickling import SerializedError, loads
 from fast_batcher._worker.loop import InputReader
 from fast_batcher.errors import BatcherError
 from fast_batcher.settings import Settings
@@ -35,7 +34,6 @@ class Worker:
     """A worker that reads frames when it is told to, and what a `BatchSender` needs of it."""
 
     outbox = None
-    takes_values = False
     stages = 1
     is_alive = True
 
@@ -69,8 +67,12 @@ class Worker:
         while kind == Kind.INPUTS_FRAGMENT:
             self._reader.keep_fragment(Frame(kind, batch_id, 0.0, body))
             kind, batch_id, body = self.queue.pop(0)
-        values, failures, _ = self._reader.read(Frame(kind, batch_id, 0.0, body))
-        assert not failures
+        values: list[Any]
+        if kind == Kind.INPUT_ATOMS:
+            values = loads(body)
+        else:
+            values = self._reader.read(Frame(kind, batch_id, 0.0, body), [])
+        assert SerializedError not in map(type, values)
         return values
 
 
@@ -87,7 +89,7 @@ class SenderHarness:
         )
         memory: Any = self
         self.workers: dict[int, Any] = {}
-        self.sender = BatchSender(settings, memory, self.workers, self, "name")
+        self.sender = BatchSender(settings, memory, self.workers, "name")
         self.arena = self.sender.arena
         self._next_batch = 0
         self.worker = Worker(3, self.slabs)
@@ -106,7 +108,8 @@ class SenderHarness:
         """The worker is dead; its children may view batches up to this one."""
         del self.workers[self.worker.id]
         self.worker.is_alive = False
-        end_leases(self.worker.leases, inherited)
+        worker: Any = self.worker
+        FrameWorker._end_leases(worker, inherited)
 
     def run_in_thread(self, job: Any, done: Any) -> None:
         self.jobs.append((job, done))
@@ -130,7 +133,9 @@ class SenderHarness:
             self._next_batch, self.worker.id, requests, Release.FULL, 1.0, len(requests), 0.0
         )
         self._next_batch += 1
-        self.refused += self.sender.send(batch)
+        worker: Any = self.worker
+        worker.listener = self
+        self.sender.send(worker, batch, ())
         return batch
 
     def run_jobs(self, count: int | None = None) -> None:
@@ -160,8 +165,8 @@ class SenderHarness:
 
     def free(self, *batch_ids: int) -> None:
         """The worker says of which batches no view is left, or names these."""
-        freed = [*batch_ids] or self.worker.views.take_freed()
-        self.sender.free(self.worker.id, Frame(Kind.FREED, 0, 0.0, dumps(freed)))
+        for batch_id in batch_ids or self.worker.views.take_freed():
+            del self.worker.leases[batch_id]
 
     def close(self) -> None:
         self.slabs.close()

@@ -10,10 +10,17 @@ import pytest
 from memory_files import refuse_memory
 from models.returning import RefusesPickling
 
-from fast_batcher._parent.sending import SharedOutcomes
+from fast_batcher._parent.sending import SharedAnswer, decode
 from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
 from fast_batcher._transport.channels import Kind
-from fast_batcher._transport.pickling import ATOMS, LEAST_SHARED, SerializedError, describe, loads
+from fast_batcher._transport.pickling import (
+    ATOMS,
+    LEAST_SHARED,
+    SerializedError,
+    describe,
+    dumps,
+    loads,
+)
 from fast_batcher._worker.loop import ReplyEncoder
 from fast_batcher.errors import TransportError
 
@@ -39,9 +46,7 @@ class Post:
             return kind, loads(body)
         if kind == Kind.OUTPUTS:
             return kind, outcomes_in(frames)
-        *where, failed = loads(body)
-        shared = SharedOutcomes(self.outbox.find(*where), failed)
-        return kind, shared.read(len(outputs))
+        return kind, SharedAnswer(body, self.outbox, decode)()
 
     def where(self, outputs: list[Any]) -> list[Any]:
         """Place of large outputs, sizes of their parts, and so on."""
@@ -228,6 +233,6 @@ def test_missing_outbox_is_warned_about_once(
 
 @pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
 def test_answer_with_invalid_failures_is_invalid(post: Post, failures: Any) -> None:
-    where = post.where([np.zeros(LARGE)])
+    body = dumps((*post.where([np.zeros(LARGE)]), failures))
     with pytest.raises(TransportError):
-        SharedOutcomes(post.outbox.find(*where), failures).read(1)
+        SharedAnswer(body, post.outbox, decode)()

@@ -23,7 +23,7 @@ from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, open_
 from fast_batcher._transport.logs import LogSettings, open_log_sockets
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder
+from fast_batcher._worker.loop import BatchLoop, FramePort, InputReader, ReplyEncoder
 from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher.errors import InferenceError
@@ -74,8 +74,9 @@ class Served:
         self._theirs = BlockingChannel(theirs, max_frame_bytes)
         self.progress = WorkerProgress()
         encoder = encoder or ReplyEncoder(None, max_frame_bytes)
-        loop = BatchLoop(self._theirs, {"infer": model}, self.progress, InputReader(None), encoder)
-        run = StageLoop(loop, Stages(stages, 1)).run if stages else loop.run
+        port = FramePort(self._theirs, self.progress, InputReader(None), encoder)
+        loop = BatchLoop(port, {"infer": model}, self.progress)
+        run = StageLoop(loop, port, Stages(stages, 1)).run if stages else loop.run
         self.thread = threading.Thread(target=run)
         self.thread.start()
 
@@ -120,7 +121,7 @@ def serves(model: Any) -> pytest.MarkDecorator:
 
 
 def failure_in(frame: Frame, kind: int = Kind.FAILED) -> Any:
-    assert frame.kind is kind
+    assert frame.kind == kind
     return SerializedError(*pickling.loads(frame.body)).to_error()
 
 
