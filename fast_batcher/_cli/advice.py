@@ -39,12 +39,13 @@ REQUESTS = 20_000
 SEED = 1
 # Share of the arrivals at the start that do not count: the policy learns, and the queue fills.
 WARM_UP = 0.2
-# Of the capacity: the load for which workers are counted, and at which a setting is judged.
+# The share of the capacity that is the load for which workers are counted, and at which a setting
+# is judged.
 COMFORTABLE = 0.8
 # A real run is much worse than its prediction with so many times the 95 % quantile, or with such a
 # share of its requests lost beyond the predicted one. Busy machines stay below both.
 WORSE, LOST_MORE = 2.0, 0.05
-# Of the largest capacity: a smaller batch that reaches it is preferred.
+# The share of the largest capacity with which a smaller batch is preferred.
 ENOUGH = 0.95
 # Share of all requests that a target is for.
 SHARE_IN_TIME = 0.95
@@ -82,7 +83,7 @@ class Candidate:
     # Requests per second of one worker with full batches.
     capacity: float
     num_workers: int
-    # Of the load, or of `COMFORTABLE` of one worker's capacity.
+    # The outcome of the load, or of `COMFORTABLE` of one worker's capacity.
     outcome: Outcome
 
 
@@ -228,7 +229,7 @@ class Found:
 
     name: str
     advice: Advice
-    # With `--check`.
+    # The outcome of `--check`, None without it.
     real: RealRun | None
     # The sources that precede a file, by the names of recommended options that they give.
     overridden: dict[str, str]

@@ -43,7 +43,7 @@ from fast_batcher._load.report import (
 from fast_batcher._load.run import OPEN_CONNECTIONS, WARM_UP, Loads, measure_loads
 from fast_batcher._version import __version__
 
-# With warm-ups and the starts of the clients half a minute in all.
+# A run takes half a minute, with warm-ups and the starts of the clients.
 CLIENTS, RATES, SECONDS, REPETITIONS = "1,8,32", "50%,80%", 1.2, 3
 # Unmeasured share of each measurement, for the load to settle.
 WARM_UP_SHARE = 0.25

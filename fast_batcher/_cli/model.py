@@ -137,7 +137,7 @@ def copy_batcher(
         options["workers"] = replace(cast("Any", options["workers"]), num_workers=num_workers)
     model = batcher._model_class  # noqa: SLF001  part of the library
     if find_cost(model) is not None:
-        # With its costs a batch of n would not be what n requests make of it.
+        # Its costs would make a batch of n other than what n requests make of it.
         options |= {"cost": lambda _: 1, "cost_is_padded": False}
     args, kwargs = batcher._model.spec.read_arguments()  # noqa: SLF001
     batcher._cores.release()  # noqa: SLF001
@@ -301,7 +301,7 @@ async def measure(
     fails_from = None
     latencies: list[float] = []
     cpu_seconds: list[float] = []
-    # In turns, so that what slows the machine for a while slows all sizes.
+    # The sizes take turns, so that what slows the machine for a while slows all sizes.
     for number in range(1, BATCHES + 1):
         note(f"timing batches of 1 to {most}, {number} of {BATCHES}")
         for size in sizes:

@@ -237,7 +237,7 @@ class RemoteSession(Session):
         self._unsent_reloads: list[bytes] = []
         # Whether a host was open.
         self._was_open = False
-        # From that state, or from the one of a host that is gone.
+        # The figures of that state, or of the last one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
         # Empty without observers that follow batches; and the batches that they follow, by id.
@@ -250,7 +250,7 @@ class RemoteSession(Session):
         # Set when there is no host to wait for after the goodbye; None before the goodbye.
         self._hung_up: asyncio.Event | None = None
 
-    # From the caller to the host.
+    # Requests: from the caller to the host.
 
     def accept(self, request: Request) -> None:
         """Add a request to those of this turn; called in the caller's context."""
@@ -354,7 +354,7 @@ class RemoteSession(Session):
             self._fail(request, error, "not sendable")
         self._remove(request)
 
-    # From the host to the callers.
+    # Answers: from the host to the callers.
 
     def frame_arrived(self, frame: Frame) -> None:
         """Handle a frame of the host."""

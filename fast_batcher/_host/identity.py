@@ -89,7 +89,7 @@ class _Digester:
         if buffer is not None:
             return _join(self.digest(kind), *buffer)
         reducer = copyreg.dispatch_table.get(kind)
-        # With protocol 5 an array would return a buffer, which this does not describe.
+        # Protocol 5 would make an array return a buffer, which this does not describe.
         reduced: Any = value.__reduce_ex__(4) if reducer is None else reducer(value)
         if isinstance(reduced, str):
             return self._hash_all("global", (kind, reduced))
@@ -148,7 +148,7 @@ def _join(*parts: bytes) -> bytes:
 # temporary directory.
 SCOPE_DIGITS = 12
 FINGERPRINT_DIGITS = 16
-# Of the digest of one facet, which is compared with one other and must not tell a short secret.
+# A facet's digest is compared with one other, and must not tell a short secret.
 FACET_DIGITS = 8
 
 # Environment variables that supervisors, shells and terminals set for each process, and no model
@@ -315,7 +315,7 @@ def _digest_process(module_file: str | None) -> dict[str, str]:
     facets = {
         "the version of fast_batcher": __version__,
         "the version of Python": sys.version,
-        # Of the host and the workers.
+        # The host and the workers run it.
         "the interpreter": os.fsdecode(spawn.get_executable()),
         "sys.path": sys.path,
         "the working directory": _find_working_directory(),
@@ -367,7 +367,7 @@ class ProcessIdentity(NamedTuple):
     # Inode of the PID namespace; None where there are none.
     namespace: int | None
     pid: int
-    # In ticks since the boot; None if the process is not visible, or there is no `/proc`.
+    # Start in ticks since the boot; None if the process is not visible, or there is no `/proc`.
     started: str | None
 
     @property

@@ -28,7 +28,7 @@ class Inherited:
             # Workers do not inherit them.
             os.set_inheritable(fd, False)
         self.listener = socket.socket(fileno=listener)
-        # From `identify_socket`.
+        # The identity of the socket, by `identify_socket`.
         self.socket_id = arguments[self.COUNT - 1]
 
     def release_output(self) -> None:

@@ -66,7 +66,7 @@ class Generation(NamedTuple):
     higher number is used by all.
     """
 
-    # Of the reload that has brought it; 0 for the arguments of the construction.
+    # Number of the reload that has brought it; 0 for the model given to the constructor.
     number: int
     # `ModelSpec.pickled` and `ModelSpec.weights`.
     model: bytes
@@ -87,7 +87,7 @@ class Hello(NamedTuple):
     name: str
     model_name: str
     generation: Generation
-    # As in `ModelSpec`.
+    # The methods, as in `ModelSpec`.
     methods: tuple[tuple[str, int | None], ...]
     sys_path: list[str]
     # Levels of the root logger and of the library's, and `logging.captureWarnings`.
@@ -201,7 +201,7 @@ def pack_key(key: Any) -> bytes:
     """Pickle the key of a group, so that equal keys of any two processes are equal bytes."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, PROTOCOL)
-    # Without the memo, which would tell whether two parts of the key are one object.
+    # The memo would tell whether two parts of the key are one object.
     pickler.fast = True
     pickler.dump(key)
     packed = buffer.getvalue()

@@ -67,7 +67,7 @@ class Joined(NamedTuple):
     connection: socket.socket
     # The host if this process has started it.
     process: HostProcess | None
-    # From `identify_socket`.
+    # The identity of the socket, by `identify_socket`.
     socket_id: str | None
     # Whether the host has begun to accept: it answers at once, unless it is stopped or stuck.
     has_begun: bool
@@ -177,12 +177,12 @@ def _start(path: Path, key: HostKey, launch: Callable[[socket.socket], HostProce
     with contextlib.ExitStack() as on_failure:
         _remove(path)  # a record without a socket
         on_failure.callback(_remove, path)
-        # For processes with other keys.
+        # Processes with other keys read it.
         _facets_of(path).write_text(json.dumps(dict(key.facets)))
         with _open_socket() as listener:
             listener.bind(os.fspath(path))
             listener.listen(BACKLOG)
-            # Before the launch: a host that dies at once resets the connection.
+            # The connection is there before the launch: a host that dies at once resets it.
             connection = on_failure.enter_context(_dial(path))
             process = launch(listener)
             socket_id = identify_socket(path)

@@ -155,7 +155,7 @@ logger = logging.getLogger("fast_batcher")
 class Grant(NamedTuple):
     """A range for an API process."""
 
-    # In bytes.
+    # Begin and length in bytes.
     start: int
     length: int
     # Descriptors for the API process: the memory, and the writing end of the lifeline.
@@ -176,7 +176,7 @@ class MemoryRanges:
     ) -> None:
         # None without shared memory.
         self._slabs = slabs
-        # Of a range, in bytes.
+        # Bytes of a range.
         self._size = size
         self._loop = loop
         self._name = name
@@ -435,7 +435,7 @@ class HostServer:
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
-        # By method and key.
+        # The groups, by method and key.
         self._groups: WeakValueDictionary[tuple[str | None, bytes | None], Group]
         self._groups = WeakValueDictionary()
         self._has_welcomed = False

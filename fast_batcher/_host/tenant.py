@@ -97,7 +97,7 @@ class CallerContext:
     ) -> None:
         self.tenant = tenant
         self.request_id = request_id
-        # As in `fast_batcher._observers.Carried`.
+        # The context managers, as in `fast_batcher._observers.Carried`.
         self.managers = managers
         self.is_followed = is_followed
 

@@ -13,7 +13,8 @@ from fast_batcher._load.client import Target
 from fast_batcher._load.measurement import LoadError
 
 JSON = "application/json"
-# In the order in which they are looked for where the schema has several. Others change too much.
+# The methods in the order in which they are looked for where the schema has several. Others change
+# too much.
 METHODS = ("post", "put", "patch", "get")
 # Nesting beyond which a skeleton has no further parts; a schema may contain itself.
 DEEPEST = 4
@@ -30,7 +31,7 @@ class Requests:
     # One empty body for requests without a body.
     bodies: list[bytes]
     content_type: str
-    # Of the bodies, in a few words.
+    # Where the bodies come from, in a few words.
     source: str
 
     def describe(self) -> str:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # How long answers are waited for after the last request, seconds: longer than a batcher's default
 # time-out, so that a lost request is the server's loss.
 ANSWER_LIMIT = 40.0
-# From one look for requests that are given up to the next, and until a refused connection is tried
-# again, seconds.
+# Seconds from one look for requests that are given up to the next, and until a refused connection
+# is tried again, seconds.
 GIVE_UP_INTERVAL = 0.02
 RETRY_INTERVAL = 0.02
 # Headers that say where the body of an answer ends. Without them the connection's end is its end.
@@ -117,7 +117,7 @@ class Plan:
     connections: int
     # Requests per second that arrive; None for a closed loop.
     rate: float | None
-    # Of the measured part, and of the warm-up under the same load.
+    # Length of the measured part, and of the warm-up under the same load.
     seconds: float
     warm_up: float
     seed: int
@@ -334,7 +334,7 @@ class Client:
         try:
             return await self._run()
         finally:
-            # After a failure too.
+            # This comes after a failure, too.
             self._close()
 
     async def _run(self) -> Record:

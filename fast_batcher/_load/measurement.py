@@ -16,11 +16,11 @@ from typing import IO, NamedTuple
 from fast_batcher._load import client as client_process
 from fast_batcher._load.client import ANSWER_LIMIT, Plan, Record, Target
 
-# For the start of the clients and for their results, seconds. It only ends what hangs.
+# Seconds for the start of the clients and for their results. The limit only ends what hangs.
 SPARE_TIME = 300.0
-# For the last words of a client that has failed, seconds.
+# Seconds for the last words of a client that has failed.
 COMPLAINT_LIMIT = 2.0
-# For the status page, which answers in milliseconds, seconds. Another server may not answer at all.
+# Seconds for the status page, which answers in milliseconds. Another server may not answer at all.
 PAGE_LIMIT = 2.0
 
 
@@ -66,7 +66,7 @@ class Case:
     # Arrivals per second in an open loop, and their share of the path's best rate.
     rate: float | None = None
     share: float | None = None
-    # Of the app that was started for this case; None for the app's own.
+    # The limit that the app was started with; None for the app's own.
     max_batch_size: int | None = None
 
     @property
@@ -84,7 +84,7 @@ class LoadSettings:
 
     bodies: list[bytes]
     content_type: str
-    # Of the measured part, and of the warm-up under the same load.
+    # Length of the measured part, and of the warm-up under the same load.
     seconds: float
     warm_up: float
     # A good answer that comes later than this, in seconds, is counted as late.
@@ -210,7 +210,8 @@ def run_clients(plans: list[Plan]) -> list[Record]:
 
 def _start_client(plan: Plan, output: IO[str]) -> subprocess.Popen[str]:
     client = subprocess.Popen(
-        # By its file: a module of the same name in the working directory is not found.
+        # The client is named by its file: a module of the same name in the working directory is not
+        # found.
         [sys.executable, "-P", client_process.__file__],
         stdin=subprocess.PIPE,
         stdout=output,
@@ -258,7 +259,7 @@ def summarise(records: list[Record], settings: LoadSettings) -> dict[str, float]
         "lost": float(sum(sum(record.lost.values()) for record in records)),
         "late": float(sum(latency > settings.late for latency in latencies)),
         "longest_gap": max(record.longest_gap for record in records),
-        # Of the busiest process: at 1 it cannot send more.
+        # The share of the busiest process: at 1 it cannot send more.
         "client_busy": max(record.cpu / record.elapsed for record in records),
     }
     if answers:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 # A client process that is busier than this may be what limits the rate.
 BUSY_LIMIT = 0.7
 PERCENTILES = ("p50_ms", "p95_ms", "p99_ms")
-# Of two runs; the 99th percentile of a short run rests on a few answers.
+# The figures of two runs that are compared; the 99th percentile of a short run rests on a few
+# answers.
 COMPARED = ("requests_per_second", "p50_ms", "p95_ms")
 
 

@@ -249,7 +249,8 @@ class Pool:
 
         self.num_workers = settings.fewest_workers
         placements = place_workers(settings.devices, self.num_workers, os.environ)
-        # By index. They follow `num_workers` in the next turn of the loop, or after a reload.
+        # The replicas, by index. They follow `num_workers` in the next turn of the loop, or after a
+        # reload.
         self._replicas = {
             index: Replica(index, model_spec, settings, placement)
             for index, placement in enumerate(placements)

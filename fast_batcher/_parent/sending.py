@@ -186,7 +186,7 @@ class BatchSender:
                 staged.when_copied = functools.partial(_fill_if_copied, pending, fill)
         else:
             worker.send(*frame)
-        # After the send, so that the worker wakes up meanwhile.
+        # This comes after the send, so that the worker wakes up meanwhile.
         worker.leases[batch.id] = [*leased]
         for slab in leased:
             self.arena.close_slab(slab)
@@ -275,7 +275,8 @@ class BatchSender:
                 "%s: large inputs go through a pipe, which is slower, while there is no shared "
                 "memory for them: %s",
                 self._name,
-                # As text: a record that is kept would keep the error's frames, and their slabs.
+                # The reason is a text: a record that is kept would keep the error's frames, and
+                # their slabs.
                 str(reason),
             )
 

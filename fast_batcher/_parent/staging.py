@@ -113,7 +113,7 @@ class JobThread:
         try:
             job()
         except BaseException as raised:  # noqa: BLE001  `done` gets any error
-            # Without its frames, which hold the pipes of a failed start, for example.
+            # Its frames would hold the pipes of a failed start, for example.
             error = raised.with_traceback(None)
         self._outcomes.append((done, error))
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -134,7 +134,7 @@ class MemoryService:
             try:
                 self.slabs = Slabs(max_shared_bytes)
             except OSError as error:
-                # Without its frames, which hold this object.
+                # Its frames would hold this object.
                 self.slabs = error.with_traceback(None)
         self._copier = JobThread(loop, f"fast_batcher-copier-{name}")
         # Every running `aclose` waits for this.
@@ -217,7 +217,7 @@ class StagedInput:
 
     # None after `release`.
     slab: Slab | None
-    # In bytes, from the beginning of the memory.
+    # Its place in bytes from the beginning of the memory.
     start: int
     end: int
     # Pickled; one object for all inputs of a slab.
@@ -281,11 +281,12 @@ class InputArena:
         self.batch_size = settings.batch_limit
         # Bytes that the loop has copied in this turn, as they count for `MOST_PER_TURN`.
         self._copied = 0
-        # By type of value. Empty until `enable`, so that apps with small inputs skip the probe.
+        # The probes, by type of value. Empty until `enable`, so that apps with small inputs skip
+        # the probe.
         self.probes: dict[type, LayoutProbe] = {}
-        # By layout, least recently used first.
+        # The open slabs by layout, least recently used first.
         self._open: dict[Key, _OpenSlab] = {}
-        # By start.
+        # The arrays of `allocate`, by start.
         self._allocated: dict[int, _Allocated] = {}
         at_fork(self, before=InputArena.pin_for_fork)
 

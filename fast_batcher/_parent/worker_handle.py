@@ -190,7 +190,7 @@ class WorkerHandle(ABC):
         self._name = name
 
         self.state = WorkerState.LOADING
-        # From READY to the death; set by the pool.
+        # Whether it takes batches: from READY to the death. The pool sets it.
         self.is_serving = False
         # Another worker has its place, or there are to be fewer workers: it finishes its batches,
         # and then ends. Set by the pool.

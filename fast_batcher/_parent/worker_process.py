@@ -416,5 +416,5 @@ def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:
     try:
         return OutboxReader(settings.max_shared_bytes, settings.shared_memory_threshold)
     except OSError as error:
-        # Without its frames, which hold the pipes.
+        # Its frames would hold the pipes.
         return error.with_traceback(None)

@@ -60,7 +60,8 @@ class Cluster:
         self._questions: SimpleQueue[Looked] = SimpleQueue()
         # Ids of the workers that have no node yet. Loop's thread.
         self.unplaced: set[int] = set()
-        # As of the last look: the live nodes, and the free resources while a worker has no node.
+        # What the last look has found: the live nodes, and the free resources while a worker has no
+        # node.
         self._nodes: list[dict[str, Any]] = []
         self._free: dict[str, float] = {}
 

@@ -200,7 +200,7 @@ class CallOnSignal(AbstractContextManager[None]):
         self._number = number
         self._loop = loop
         self._function = function
-        # Of the next signal.
+        # Seconds from the signal to the previous handler.
         self._delay = delay
         self._before = signal.getsignal(number)
         self._timer: asyncio.TimerHandle | None = None
@@ -251,7 +251,7 @@ class CurrentModel:
     def __init__(self, spec: ModelSpec) -> None:
         # The model given to the constructor. It is part of the host's key, so it never changes.
         self.first = spec
-        # Of the last reload that succeeded.
+        # The model of the last reload that succeeded.
         self.spec = spec
         # Whether answers may be of another model than `spec`.
         self.is_reloading = False
@@ -270,8 +270,8 @@ class CurrentModel:
             self.spec = spec
 
 
-# By option: the moment of its last change, by a clock that all processes of a machine share, and
-# its value.
+# The changes by option: the moment of the last one, by a clock that all processes of a machine
+# share, and its value.
 Changes = dict[str, tuple[float, Any]]
 
 

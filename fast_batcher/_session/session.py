@@ -317,7 +317,7 @@ class LocalSession(Session):
         evaluator = CostEvaluator(self.settings, self._name, methods)
         return evaluator if evaluator.is_needed else None
 
-    # From the caller to the queue.
+    # Requests: from the caller to the queue.
 
     def accept(self, request: Request) -> None:
         """Add a request to the arrivals of this turn, which the next run submits."""
@@ -404,7 +404,7 @@ class LocalSession(Session):
             error = self.status.broken_error() or rejection.to_error()
             self._ledger.reject(request, error, rejection.reason)
 
-    # From the queue to the worker.
+    # Batches: from the queue to the worker.
 
     def _do(self, action: Dispatch | Expire | Stall | Replace | Skip | Fail) -> None:
         if isinstance(action, Dispatch):
@@ -448,7 +448,7 @@ class LocalSession(Session):
         # If no request of the batch is left, its worker is free.
         self.run_soon()
 
-    # From the worker to the callers.
+    # Answers: from the worker to the callers.
 
     def answered(self, worker: int, batch_id: int, seconds: float, answer: Answer) -> None:
         """Refill a worker that has answered a batch, then settle the batch."""

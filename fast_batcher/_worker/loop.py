@@ -291,10 +291,11 @@ class BatchJob:
         self.method = "infer"
         # The pickled context managers of the observers that follow the batch.
         self.contexts: Sequence[bytes] = ()
-        # Of the positions that have no error, in their order. The model takes the inputs away.
+        # The inputs of the positions that have no error, in their order. The model takes the inputs
+        # away.
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
-        # By position in the batch.
+        # The errors, by position in the batch.
         self.errors: dict[int, SerializedError] = {}
         # Shared memory of the inputs, for `stack`.
         self.pieces: list[Piece] = []
