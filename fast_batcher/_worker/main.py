@@ -185,7 +185,8 @@ def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
     if stages.count > 1:
         in_turn = stages.run_in_turn(in_turn.infer)
     own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
-    times = warm_up(in_turn, own_size or settings.max_batch_size)
+    allowed = getattr(models["infer"], "allowed_batch_sizes", ())
+    times = warm_up(in_turn, own_size or settings.max_batch_size, allowed)
     warm = monotonic()
     if settings.freeze_gc:
         freeze_for_good()

@@ -8,7 +8,7 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from time import monotonic
 from typing import Any, NamedTuple
@@ -206,6 +206,7 @@ class CollatedModel:
         self._collation = collation
         # Whether outputs must not be views of the arrays that the model returns.
         self._copies = copies
+        self.allowed_batch_sizes = collation.allowed_batch_sizes
 
     def warmup_inputs(self) -> list[Any]:
         """Return the model's examples, each a row as a caller sends it."""
@@ -246,7 +247,7 @@ class CollatedModel:
                 for position in few:
                     outcomes[position] = self._difference(rows, most, few)
             kinds = [most]
-        allowed = self._collation.allowed_batch_sizes
+        allowed = self.allowed_batch_sizes
         for positions in kinds:
             step = max(allowed, default=len(positions))
             for start in range(0, len(positions), step):
@@ -259,7 +260,7 @@ class CollatedModel:
     def _infer_rows(self, rows: list[Row]) -> list[Any]:
         """Return the outputs of one call."""
         count = len(rows)
-        sizes = self._collation.allowed_batch_sizes
+        sizes = self.allowed_batch_sizes
         size = next((allowed for allowed in sizes if allowed >= count), count)
         batch = join_apart([*rows, *[rows[-1]] * (size - count)], self._collation)
         outputs = self._model.infer(batch)
@@ -271,22 +272,29 @@ class CollatedModel:
             return [error] * count
 
 
-def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
-    """Compute a batch of one and full batches of `warmup_inputs`; return sizes and seconds.
+def warm_up(
+    model: Any, max_batch_size: int, allowed: Sequence[int] = ()
+) -> list[tuple[int, float]]:
+    """Compute batches of `warmup_inputs`: of one, of each allowed size, full ones.
 
-    Each size is computed at least twice, and the last time counts. A worker that runs out of memory
-    with a full batch starts nevertheless: the scheduler makes batches smaller when requests run out
-    of memory, too.
+    Each size is computed at least twice, and the last time counts: the first may compile. A worker
+    that runs out of memory starts without the larger sizes: the scheduler makes batches smaller
+    when requests run out of memory, too.
+
+    Returns:
+        Sizes and seconds.
     """
     try:
-        return _compute_all(model, max_batch_size)
+        return _compute_all(model, max_batch_size, allowed)
     except Exception as error:
         raise WorkerStartupError(
             f"during warm-up with the inputs of warmup_inputs(): {pickling.one_line(error)}"
         ) from error
 
 
-def _compute_all(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
+def _compute_all(
+    model: Any, max_batch_size: int, allowed: Sequence[int]
+) -> list[tuple[int, float]]:
     warmup_inputs = getattr(model, "warmup_inputs", None)
     found = [] if warmup_inputs is None else warmup_inputs()
     if is_one_value(found):
@@ -294,23 +302,25 @@ def _compute_all(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     inputs = list(found)
     if not inputs:
         return []
-    _time_batch(model, inputs[:1])
-    times = [(1, _time_batch(model, inputs[:1]))]
-    if max_batch_size == 1:
-        for value in inputs[1:]:
-            _time_batch(model, [value])
-        return times
-    batches = -(-len(inputs) // max_batch_size)
-    repeated = list(islice(cycle(inputs), batches * max_batch_size))
-    try:
-        for start in range(0, len(repeated), max_batch_size):
-            _time_batch(model, repeated[start : start + max_batch_size])
-        times.append((max_batch_size, _time_batch(model, repeated[:max_batch_size])))
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            raise
-        free_memory(error)
-        logger.warning("the warm-up ran out of memory with %d inputs: %s", max_batch_size, error)
+    sizes = sorted({1, max_batch_size, *(size for size in allowed if size < max_batch_size)})
+    times: list[tuple[int, float]] = []
+    for size in sizes:
+        # All inputs are computed in full batches.
+        count = size if size < max_batch_size else -(-len(inputs) // size) * size
+        repeated = list(islice(cycle(inputs), count))
+        began = monotonic()
+        try:
+            for start in range(0, count, size):
+                _time_batch(model, repeated[start : start + size])
+            times.append((size, _time_batch(model, repeated[:size])))
+        except BaseException as error:
+            if size == 1 or not is_out_of_memory(error):
+                raise
+            free_memory(error)
+            logger.warning("the warm-up ran out of memory with %d inputs: %s", size, error)
+            break
+        if allowed:
+            logger.info("warm-up of batches of %d took %.1f s", size, monotonic() - began)
     return times
 
 

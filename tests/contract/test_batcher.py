@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import anyio
+import numpy as np
 import psutil
 import pytest
 from models.base import Echo
+from models.collated import Compiles
 from models.crashing import Stuck
 from models.loading import NeverLoads, RaisesOnLoad
 from models.methods import Both
@@ -77,6 +79,16 @@ async def begin(
     """Call with these values; the calls, and the visit of their batch, which has begun."""
     calls = [call(batcher, value) for value in values]
     return calls, await gate.visit()
+
+
+async def test_no_request_waits_for_the_compilation_of_an_allowed_size() -> None:
+    """A worker that compiled during a request would be replaced, and its successor, too."""
+    async with DynBatcher(Compiles, 16, infer_timeout=0.3) as batcher:
+        for count in (1, 2, 5, 16):
+            values = [np.full(3, number) for number in range(count)]
+            outputs = await asyncio.gather(*map(batcher.process_batched, values))
+            assert [int(output[0]) for output in outputs] == [*range(count)]
+        assert batcher.stats.restarts == 0
 
 
 # --- settings that change -------------------------------------------------------------------------

@@ -47,7 +47,17 @@ def test_warm_up_computes_every_input() -> None:
 def test_warm_up_without_batching_computes_every_input() -> None:
     model = Sizes("a", "b")
     assert [size for size, _ in warm_up(model, 1)] == [1]
-    assert model.seen == [["a"], ["a"], ["b"]]
+    assert model.seen == [["a"], ["b"], ["a"]]
+
+
+def test_warm_up_computes_every_allowed_size() -> None:
+    """A compiled model would compile the others when the first request needs them."""
+    model = Sizes("a", "b")
+    times = warm_up(model, 6, (2, 4, 8))
+    assert [size for size, _ in times] == [1, 2, 4, 6]
+    assert [len(inputs) for inputs in model.seen] == [1, 1, 2, 2, 4, 4, 6, 6]
+    few = Sizes("a", most=3)
+    assert [size for size, _ in warm_up(few, 6, (2, 4, 8))] == [1, 2]
 
 
 def test_warm_up_without_inputs_reports_nothing() -> None:

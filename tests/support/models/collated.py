@@ -4,6 +4,7 @@ Those that need PyTorch load it themselves: it takes seconds.
 """
 
 import threading
+import time
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,3 +109,21 @@ class Notes(InferenceModel[Any, Any]):
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         return [Noted(out=row["in"]) for row in inputs]
+
+
+class Compiles(InferenceModel[Any, Any]):
+    """Takes half a second for each batch of a size that it has not seen, as a compiler does."""
+
+    collation = Collation.stack(allowed_batch_sizes=(1, 4, 16))
+
+    def __init__(self) -> None:
+        self._sizes: set[int] = set()
+
+    def infer(self, inputs: Any) -> Any:
+        if len(inputs) not in self._sizes:
+            self._sizes.add(len(inputs))
+            time.sleep(0.5)
+        return inputs
+
+    def warmup_inputs(self) -> list[Any]:
+        return [np.zeros(3)]
