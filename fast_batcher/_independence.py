@@ -20,7 +20,7 @@ MOST_INPUTS = 8
 # MiniLM was seen to change by 0.0015, and an ignored mask changes more than a hundredth. Numbers of
 # Python may come from float32.
 TOLERANCES = {("f", 2): 0.05, ("f", 4): 0.01, ("f", 8): 0.01, ("c", 8): 0.01, ("c", 16): 0.01}
-# The largest number counts as no smaller than this: sums that cancel leave rounding alone.
+# The largest number counts as at least this: of sums that cancel only rounding is left.
 SMALLEST = 1e-5
 # Copies of an input in one batch: more than the smallest kernels take at a time.
 COPIES = 5
@@ -118,8 +118,9 @@ def _compare(one: Any, other: Any) -> float:
         # Two that are no number are equal, and so are infinite ones.
         if value != changed and (value == value or changed == changed)
     ]
+    if any(change != change for change in changes):  # one of the two is no number
+        return math.inf
     change = max(changes, default=0.0) / largest
-    change = math.inf if change != change else change
     return change if change > tolerance else 0.0
 
 

@@ -1,7 +1,7 @@
 """Supervision of workers: heartbeat, recycling, restarts, surplus, order of a reload. Pure."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from typing import Final, NamedTuple
 
@@ -133,6 +133,12 @@ def choose_surplus(ready: Mapping[int, bool], count: int) -> list[int]:
     """
     first = sorted(ready, key=lambda index: (ready[index], -index))
     return first[: max(0, len(ready) - count)]
+
+
+def choose_added(present: Collection[int], count: int) -> list[int]:
+    """Choose the indexes of further workers so that there are `count`: the lowest free ones."""
+    free = [index for index in range(count) if index not in present]
+    return free[: max(0, count - len(present))]
 
 
 class Reload:

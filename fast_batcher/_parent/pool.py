@@ -30,6 +30,7 @@ from fast_batcher._core.supervision import (
     Recycling,
     Reload,
     Restarts,
+    choose_added,
     choose_surplus,
 )
 from fast_batcher._core.values import Order
@@ -483,8 +484,7 @@ class Pool:
                 self._end_replica(self._replicas.pop(index))
         placements = place_workers(self._settings.devices, count, os.environ)
         spec = next(iter(self._replicas.values())).model_spec
-        free = [index for index in range(count) if index not in self._replicas]
-        for index in free[: max(0, count - len(self._replicas))]:
+        for index in choose_added(self._replicas, count):
             replica = Replica(index, spec, self._settings, placements[index])
             self._replicas[index] = replica
             self._start(replica)

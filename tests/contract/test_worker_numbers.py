@@ -314,10 +314,11 @@ async def test_other_changes_do_not_delay_a_further_worker() -> None:
     async with batcher:
         load = Load(batcher, 40)
         size = 1000
-        while batcher.stats.workers_ready < 2:
-            size += 1
-            batcher.reconfigure(max_queue_size=size)
-            await batcher.process_batched(None)
+        async with asyncio.timeout(LIMIT):
+            while batcher.stats.workers_ready < 2:
+                size += 1
+                batcher.reconfigure(max_queue_size=size)
+                await batcher.process_batched(None)
         await load.end()
 
 

@@ -167,8 +167,8 @@ def test_the_report_is_printed_in_any_encoding(
 
 
 def test_a_broken_message_is_no_finding_and_no_error() -> None:
-    code, checks = examine("command_models:LogsBadly")
-    assert (code, "log" in checks) == (0, False)
+    code, checks = examine("logs_badly:Model")
+    assert (code, checks["log"]["text"]) == (0, "a warning after it")
 
 
 def test_batches_that_fail_are_not_timed(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_warm_up_is_measured_without_inputs() -> None:
     [
         ("command_models:NoWeights", "model", "FileNotFoundError: weights.pt", "in __init__"),
         ("command_models:OneAnswer", "batches", "1 outputs for 2 inputs; return one per input", ""),
-        ("command_models:Missing", "target", "has no 'Missing'; it has Doubler, LogsBadly", ""),
+        ("command_models:Missing", "target", "has no 'Missing'; it has Doubler, NeedsPath", ""),
         ("command_models:NeedsPath", "model", "missing 1 required", "that has the model's model_"),
         ("command_models:text", "target", "is a str: name a DynBatcher or a subclass", ""),
         ("no_such_module:Model", "target", "run the command in the folder that has it", ""),

@@ -76,6 +76,7 @@ def test_no_input_is_refused() -> None:
         (np.array([0, 100], np.float32), np.array([0.5, 100], np.float32), 0.0),
         (np.array([math.nan, math.inf]), np.array([math.nan, math.inf]), 0.0),
         (np.array([1.0, 2.0]), np.array([math.nan, 2.0]), math.inf),
+        (np.array([1.0, 2.0]), np.array([1.001, math.nan]), math.inf),
         (np.zeros(2), np.zeros(3), math.inf),
         (np.array(["a"]), np.array(["a"]), 0.0),
         (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.03], dtype=torch.bfloat16), 0),

@@ -46,10 +46,10 @@ FOREIGN_NAMES = {
 # do not count. The first pattern that fits a file counts. A budget rises for a new ability alone.
 BUDGETS = {
     "streams": (r"stepped\.py|_session/streams\.py|_worker/steps\.py", 393),
-    "independence": (r"_independence\.py", 92),
+    "independence": (r"_independence\.py", 93),
     "tools": (r"(_cli|_load)/|__main__\.py", 2340),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1600),
-    "core": ("", 17_914),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1599),
+    "core": ("", 17_917),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -24,8 +24,10 @@ def sleeper(
     with subprocess.Popen(
         command, start_new_session=in_own_session, stdin=subprocess.PIPE
     ) as process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def interpreter(*, in_own_session: bool = False) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast_batcher._core.supervision import Reload, choose_surplus
+from fast_batcher._core.supervision import Reload, choose_added, choose_surplus
 
 
 def test_every_worker_is_replaced_one_after_the_other() -> None:
@@ -54,3 +54,13 @@ def test_surplus_is_what_is_not_ready_and_then_the_highest(
     ready: dict[int, bool], count: int, removed: list[int]
 ) -> None:
     assert choose_surplus(ready, count) == removed
+
+
+@pytest.mark.parametrize(
+    ("present", "count", "added"),
+    [({0, 1}, 4, [2, 3]), ({1, 4}, 4, [0, 2]), ({1}, 1, []), ({5, 6}, 1, [])],
+)
+def test_added_workers_get_the_lowest_free_indexes(
+    present: set[int], count: int, added: list[int]
+) -> None:
+    assert choose_added(present, count) == added

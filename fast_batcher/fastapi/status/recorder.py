@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any, Literal, get_args
 
-from fast_batcher._core.supervision import choose_surplus
+from fast_batcher._core.supervision import choose_added, choose_surplus
 from fast_batcher._process import monotonic
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.observing import (
@@ -236,8 +236,7 @@ class Recorder(Observer):
         ready = {index: seat.state == "ready" for index, seat in self.seats.items()}
         for index in choose_surplus(ready, num_workers):
             del self.seats[index]
-        free = [index for index in range(num_workers) if index not in self.seats]
-        for index in free[: max(0, num_workers - len(self.seats))]:
+        for index in choose_added(self.seats, num_workers):
             self.seats[index] = Seat()
 
     def read(self, now: float, slots: int = SLOTS) -> Slot:
