@@ -1,7 +1,7 @@
-"""Supervision of workers: heartbeat, recycling, restarts, surplus, order of a reload. Pure."""
+"""Supervision of workers: heartbeat, recycling, restarts, surplus. Pure."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from math import inf
 from typing import Final, NamedTuple
 
@@ -139,35 +139,3 @@ def choose_added(present: Collection[int], count: int) -> list[int]:
     """Choose the indexes of further workers so that there are `count`: the lowest free ones."""
     free = [index for index in range(count) if index not in present]
     return free[: max(0, count - len(present))]
-
-
-class Reload:
-    """A reload of the workers with these indexes, or its way back.
-
-    If one replacement fails, the workers that were replaced before go back to the model of before,
-    in the same way.
-    """
-
-    def __init__(self, indexes: Iterable[int]) -> None:
-        # Indexes of workers that have the wrong model; the first one is being replaced.
-        self._wrong = deque(indexes)
-        self._right: list[int] = []
-        # Whether the model of before is the right one, because a replacement has failed.
-        self.goes_back = False
-
-    @property
-    def current(self) -> int | None:
-        """Index of the worker that is being replaced; None when all have the right model."""
-        return self._wrong[0] if self._wrong else None
-
-    def replaced(self) -> None:
-        """Note that the present replacement is ready."""
-        self._right.append(self._wrong.popleft())
-
-    def failed(self) -> None:
-        """Note that the present replacement could not load; on the way back it is given up."""
-        if self.goes_back:
-            self._wrong.popleft()
-        else:
-            self.goes_back = True
-            self._wrong, self._right = deque(self._right), []

@@ -1,8 +1,11 @@
 """Pool: starts, watches, recycles, reloads, replaces and ends the workers of one batcher.
 
-    Pool       one per session: the records of its workers (`WorkerHandle`), by id
-    Replica    one worker, over the processes that follow each other
-    Reloading  a reload that runs: `_core/supervision.py` decides about its order
+    Fleet --reconcile--> Pool --spawn, signal, reap--> WorkerHandle
+      ^                   |  ^                              |
+      +-- ready, lost ----+  +--------- WorkerEvents -------+
+
+There is one pool per session, with the records of its workers (`WorkerHandle`), by id. The fleet
+(`_core/fleet.py`) decides which worker is started, replaced or ended; the pool does it.
 
 Parent process. Everything runs on the event loop's thread, except `WorkerHandle.spawn`, which the
 spawner thread runs, `stop`, which may run on any thread once the loop is closed, and the end of the
@@ -16,25 +19,24 @@ import atexit
 import functools
 import itertools
 import logging
+import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import Context
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from fast_batcher._core.fleet import EndWorker, Fleet, Replica
 from fast_batcher._core.supervision import (
     HEARTBEAT_INTERVAL,
-    MAX_BACKOFF,
     Heartbeat,
+    NextTry,
     Recycling,
-    Reload,
     Restarts,
-    choose_added,
-    choose_surplus,
 )
 from fast_batcher._core.values import Order
-from fast_batcher._devices import Placement, place_workers
+from fast_batcher._devices import place_workers
 from fast_batcher._observers import Observers
 from fast_batcher._parent.staging import JobThread, MemoryService
 from fast_batcher._parent.worker_handle import BatchEvents, Exit, WorkerHandle, WorkerState
@@ -44,9 +46,6 @@ from fast_batcher.errors import BatcherClosedError, WorkerStartupError
 from fast_batcher.model import ModelSpec, is_main_importable
 from fast_batcher.observing import WorkerChange, WorkerChanged
 from fast_batcher.settings import Settings
-
-if TYPE_CHECKING:
-    from asyncio import TimerHandle
 
 logger = logging.getLogger("fast_batcher")
 
@@ -102,131 +101,8 @@ class PoolEvents(BatchEvents, Protocol):
         """Return the ids of the ready workers that have no batch."""
 
 
-class Replica:
-    """A worker of a batcher, over the processes that follow each other."""
-
-    def __init__(
-        self, index: int, model_spec: ModelSpec, settings: Settings, placement: Placement
-    ) -> None:
-        self.index = index
-        # The model of the next process.
-        self.model_spec = model_spec
-        # The device of every process of this replica.
-        self.placement = placement
-        # None while the replica waits for a restart.
-        self.worker: WorkerHandle | None = None
-        # A process that loads its model while the worker that it will replace still serves.
-        self.successor: WorkerHandle | None = None
-        self.restart_timer: TimerHandle | None = None
-        self._budget = settings.max_restarts, settings.restart_window, settings.restart_backoff
-        # Whether one of its processes has been ready.
-        self.was_ready = False
-        # Whether the restart budget is spent, and no worker has been ready since.
-        self.is_given_up: bool
-        self.renew_budget()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its worker is ready."""
-        return self.worker is not None and self.worker.state is WorkerState.READY
-
-    def renew_budget(self) -> None:
-        """Give it a full restart budget."""
-        self.restarts = Restarts(*self._budget)
-        self.is_given_up = False
-
-
-class Reloading:
-    """A reload that runs; `done` has its outcome."""
-
-    def __init__(
-        self,
-        replicas: Mapping[int, Replica],
-        after: ModelSpec,
-        start: Callable[[Replica], None],
-        name: str,
-    ) -> None:
-        self._replicas = replicas
-        self._before, self._after = next(iter(replicas.values())).model_spec, after
-        self._start = start
-        self._name = name
-        self._reload = Reload(replicas)
-        self._error: BaseException | None = None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._advance()
-
-    def is_awaited(self, worker_id: int) -> bool:
-        """Whether a worker that has become ready is the replacement that comes next."""
-        index = self._reload.current
-        worker = None if index is None else self._replicas[index].worker
-        return worker is not None and worker.id == worker_id and self._is_next(worker)
-
-    def _is_next(self, worker: WorkerHandle) -> bool:
-        return worker.index == self._reload.current and worker.model_spec is self._target
-
-    def worker_ready(self, worker: WorkerHandle) -> None:
-        """Note that a worker is ready; its replica has it as its worker."""
-        if worker.index == self._reload.current:
-            if self._is_next(worker):
-                self._reload.replaced()
-            self._advance()
-
-    def start_failed(self, worker: WorkerHandle, error: BaseException) -> None:
-        """Go back if a worker with the new model could not load it."""
-        if not self._is_next(worker):
-            return
-        if not self._reload.goes_back:
-            logger.error("%s: the reload has failed, and is undone: %s", self._name, error)
-            self._error = error
-        self._reload.failed()
-        for replica in self._replicas.values():
-            replica.model_spec = self._before
-        self._advance()
-
-    def budget_spent(self) -> None:
-        """Start the next replacement at once, if it would wait for the restart of a worker."""
-        self._advance()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error, because the pool ends; a closed event loop gets none."""
-        if not (self.done.done() or self.done.get_loop().is_closed()):
-            self.done.set_exception(error)
-
-    @property
-    def _target(self) -> ModelSpec:
-        return self._before if self._reload.goes_back else self._after
-
-    def _advance(self) -> None:
-        """Start the next replacement, or end."""
-        index = self._reload.current
-        if index is None:
-            self._finish()
-            return
-        replica = self._replicas[index]
-        replica.model_spec = self._target
-        worker = replica.worker
-        if worker is None and replica.is_given_up:
-            replica.renew_budget()
-            self._start(replica)
-        # A worker that loads, or will be restarted, comes first: `worker_ready` goes on.
-        elif replica.is_ready and replica.successor is None:
-            self._start(replica)
-
-    def _finish(self) -> None:
-        if self.done.done():
-            return
-        if self._error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(self._error)
-
-
 class Pool:
-    """The workers of a batcher, on one event loop at a time.
-
-    Each process has an id of its own, and the index of its replica. `num_workers`, the number of
-    replicas that there should be, may change at any time: see `scale`.
-    """
+    """The workers of a batcher. Each has an id of its own, and the index of its replica."""
 
     def __init__(
         self,
@@ -248,14 +124,12 @@ class Pool:
         # True once no further worker is started.
         self.is_closing = False
 
-        self.num_workers = settings.fewest_workers
-        placements = place_workers(settings.devices, self.num_workers, os.environ)
-        # The replicas, by index. They follow `num_workers` in the next turn of the loop, or after a
-        # reload.
-        self._replicas = {
-            index: Replica(index, model_spec, settings, placement)
-            for index, placement in enumerate(placements)
-        }
+        budget = settings.max_restarts, settings.restart_window, settings.restart_backoff
+        self.fleet = Fleet(settings.fewest_workers, model_spec, lambda: Restarts(*budget))
+        place_workers(settings.devices, self.fleet.count, os.environ)  # which checks the devices
+        # The timer of the next start; and the future of the reload that runs.
+        self._reconcile_timer: asyncio.TimerHandle | None = None
+        self._reloaded: asyncio.Future[None] | None = None
         self._ids = itertools.count()
         # The record of every worker that is being started or has a process, by id.
         self.workers: dict[int, WorkerHandle] = {}
@@ -266,10 +140,6 @@ class Pool:
         self._recycling = Recycling(settings.max_batches_per_worker, settings.max_rss_bytes)
         # Whether `batch_answered` is to be called.
         self.recycles = self._recycling.is_wanted
-        # Earliest moment of the next recycling; later after a successor has failed to start.
-        self._recycle_at = 0.0
-        # The reload that runs, None without one.
-        self.reloading: Reloading | None = None
 
         self.heartbeat = Heartbeat()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
@@ -278,8 +148,7 @@ class Pool:
     def open(self) -> None:
         """Start every worker; the listener is told when they are ready or fail."""
         _open_pools.add(self)
-        for replica in self._replicas.values():
-            self._start(replica)
+        self._reconcile()
         self._heartbeat_timer = self.loop.call_later(
             HEARTBEAT_INTERVAL, self._beat, context=Context()
         )
@@ -327,16 +196,10 @@ class Pool:
                 rss_bytes,
                 self._settings.max_rss_bytes,
             )
-        # One recycling at a time: the machine may have no room for two more copies of the model.
-        is_free = (
-            self.reloading is None
-            and not any(other.is_retired for other in self.workers.values())
-            and all(other.successor is None for other in self._replicas.values())
-        )
-        if is_due and is_free and monotonic() >= self._recycle_at:
-            replica = self._find_replica(worker)
-            if replica is not None:
-                self._start(replica)
+        replica = self.fleet.find(worker)
+        if is_due and replica is not None:
+            replica.is_due = True
+            self._reconcile()
 
     def read_all(self) -> list[int]:
         """Report the answers that have arrived; return the workers of answers that arrived in part.
@@ -358,49 +221,32 @@ class Pool:
         self._limit_start(worker)
 
     def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
-        """Put a ready worker into service; if it is a successor, retire its predecessor."""
-        replica = self._replicas[worker.index]
+        """Put a ready worker into service."""
         worker.set_timer(None)
         worker.is_serving = True
-        replica.restarts.ready(monotonic())
-        replica.is_given_up = False
         self._tell(worker, "ready")
-        before = None
-        if worker is replica.successor:
-            before, replica.worker, replica.successor = replica.worker, worker, None
-            assert before is not None, "a replica has a successor only while it has a worker"
-        is_reloaded = self.reloading is not None and self.reloading.is_awaited(worker.id)
-        is_restart, replica.was_ready = replica.was_ready and not is_reloaded, True
-        # Before the retirement, so that there is a ready worker at every moment.
+        is_restart = self.fleet.ready(monotonic(), worker)
+        # Before its predecessor is retired, so that there is a ready worker at every moment.
         self._events.worker_ready(worker, times, is_restart=is_restart)
-        if before is not None:
-            self._retire(before, "recycled")
-        if self.reloading is not None:
-            self.reloading.worker_ready(worker)
-        self._scale()
+        self._reconcile()
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
-        """Kill a worker that could not be started or load its model, and schedule a restart."""
-        replica = self._find_replica(worker)
+        """Kill a worker that could not be started or load its model; another is started later."""
+        replica, reload = self.fleet.find(worker), self.fleet.reload
         if replica is None:
             return
         worker.set_timer(None)
         worker.kill()
-        if worker is replica.successor:
-            replica.successor = None
-            if self.reloading is not None:
-                self.reloading.start_failed(worker, error)
-            self._recycle_at = monotonic() + MAX_BACKOFF
-            logger.warning(
-                "%s: %s; the worker before it goes on", self._name, error, exc_info=error
-            )
-            return
-        replica.worker = None
-        if not self.is_closing:
-            if self.reloading is not None:
-                self.reloading.start_failed(worker, error)
+        is_successor = worker is replica.successor
+        next_try = self.fleet.failed(monotonic(), worker, error)
+        if reload is not None and reload.error is error:
+            logger.error("%s: the reload has failed, and is undone: %s", self._name, error)
+        if is_successor:
+            text = "%s: %s; the worker before it goes on"
+            logger.warning(text, self._name, error, exc_info=error)
+        elif not self.is_closing:
             self._events.worker_failed_to_start(worker.id, error)
-            self._restart_later(replica)
+        self._follow_loss(replica, next_try)
 
     def worker_answers(self, worker: WorkerHandle) -> None:
         """Note that an idle worker answers."""
@@ -415,18 +261,16 @@ class Pool:
             self._memory.run_in_thread(worker.outbox.close, lambda _: None)
         if not worker.is_serving:
             error = _make_early_exit_error(worker, exit)
-            replica = self._find_replica(worker)
+            replica = self.fleet.find(worker)
             if exit.is_node_lost and replica is not None and worker is replica.worker:
                 logger.warning("%s: %s; another takes its place", self._name, error)
-                replica.worker = None
-                self._restart_later(replica)
+                self._follow_loss(replica, self.fleet.lost(monotonic(), worker))
             else:
                 self.start_failed(worker, error)
             return
         worker.is_serving = False
-        replica = self._find_replica(worker)
-        if replica is not None:
-            replica.worker = None
+        replica = self.fleet.find(worker)
+        next_try = self.fleet.lost(monotonic(), worker)
         self.heartbeat.answered(worker.id)
         if not (self.is_closing or exit.is_clean):
             # The log already says why the parent has ended it.
@@ -435,15 +279,27 @@ class Pool:
             logger.log(level, "%s ended with %s%s", worker.title, exit.text, then)
         self._tell(worker, "lost", exit.text)
         self._events.worker_lost(worker.id, exit)
-        if replica is not None:
-            self._restart_later(replica)
+        self._follow_loss(replica, next_try)
 
-    def _find_replica(self, worker: WorkerHandle) -> Replica | None:
-        """Return the replica of a worker, None if it has lost its place."""
-        replica = self._replicas.get(worker.index)
-        if replica is not None and worker in (replica.worker, replica.successor):
-            return replica
-        return None
+    def _follow_loss(self, replica: Replica | None, next_try: NextTry | None) -> None:
+        """Report spent restarts, and start what takes the place of a lost worker."""
+        # The listener may have ended the pool when it was told of the loss.
+        if replica is not None and next_try is not None and not self.is_closing:
+            self._report_spent_restarts(replica, next_try)
+        self._reconcile()
+
+    def _report_spent_restarts(self, replica: Replica, next_try: NextTry) -> None:
+        reason = (
+            f"worker {replica.index} was restarted max_restarts={self._settings.max_restarts} "
+            f"times within restart_window={self._settings.restart_window} seconds"
+        )
+        if next_try.is_given_up:
+            text = "%s: %s; the next try is in %.3g seconds"
+            logger.error(text, self._name, reason, next_try.delay)
+        if self.fleet.is_given_up:
+            waiting = [one for one in self.fleet.replicas.values() if one.worker is None]
+            next_start = min(one.start_at for one in waiting)
+            self._events.workers_given_up(reason, max(0.0, next_start - monotonic()))
 
     def _remove(self, worker: WorkerHandle) -> None:
         """Remove the record of a worker that is dead, or could not be started."""
@@ -461,89 +317,59 @@ class Pool:
     # Starting and replacing.
 
     def scale(self, settings: Settings, num_workers: int) -> None:
-        """Have another number of workers, in the next turn of the loop or after a reload.
-
-        Further workers load the model together. Of too many workers those that are not ready end
-        first, then those with the highest indexes, which finish their batches; the last ready
-        worker stays.
-        """
-        self._settings, self.num_workers = settings, num_workers
+        """Have another number of workers, in the next turn of the loop or after a reload."""
+        self._settings, self.fleet.count = settings, num_workers
         # The caller may be an observer, or not be on the running loop.
         if not self.loop.is_closed():
-            self.loop.call_soon(self._scale, context=Context())
-
-    def _scale(self) -> None:
-        """Add or remove replicas until there are `num_workers`."""
-        count = self.num_workers
-        if self.is_closing or self.reloading is not None or count == len(self._replicas):
-            return
-        ready = {index: replica.is_ready for index, replica in self._replicas.items()}
-        # Without a ready worker the next one that becomes ready checks again, and stays.
-        if any(ready.values()):
-            for index in choose_surplus(ready, count):
-                self._end_replica(self._replicas.pop(index))
-        placements = place_workers(self._settings.devices, count, os.environ)
-        spec = next(iter(self._replicas.values())).model_spec
-        for index in choose_added(self._replicas, count):
-            replica = Replica(index, spec, self._settings, placements[index])
-            self._replicas[index] = replica
-            self._start(replica)
-
-    def _end_replica(self, replica: Replica) -> None:
-        """End the workers of a removed replica; a ready worker finishes its batches."""
-        workers = [worker for worker in (replica.worker, replica.successor) if worker is not None]
-        replica.worker = replica.successor = None
-        if replica.restart_timer is not None:
-            replica.restart_timer.cancel()
-        for worker in workers:
-            if worker.is_serving:
-                self._retire(worker, "removed")
-            else:
-                worker.set_timer(None)
-                worker.kill()
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether a worker loads its model, or will be started soon, in a place without another."""
-        return len(self._replicas) < self.num_workers or any(
-            not replica.is_given_up and (replica.worker is None or not replica.worker.is_serving)
-            for replica in self._replicas.values()
-        )
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether a worker has spent its restarts."""
-        return any(replica.is_given_up for replica in self._replicas.values())
-
-    @property
-    def all_were_ready(self) -> bool:
-        """Whether as many workers as there should be have been ready, each at least once."""
-        return sum(replica.was_ready for replica in self._replicas.values()) >= self.num_workers
+            self.loop.call_soon(self._reconcile, context=Context())
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
-        assert self.reloading is None, "the session allows one at a time"
-        self.reloading = Reloading(self._replicas, model_spec, self._start, self._name)
+        assert self._reloaded is None, "the session allows one at a time"
+        self._reloaded = asyncio.get_running_loop().create_future()
+        reload = self.fleet.begin_reload(model_spec)
         try:
-            await self.reloading.done
+            self._reconcile()
+            await self._reloaded
+            if reload.error is not None:
+                raise reload.error
         finally:
-            self.reloading = None
-            self._scale()
+            self._reloaded = self.fleet.reload = None
+            self._reconcile()
+
+    def _reconcile(self) -> None:
+        """Start and end workers as the fleet decides, now and at the next moment that it names."""
+        if self._reconcile_timer is not None:
+            self._reconcile_timer.cancel()
+        if self.is_closing:
+            return
+        now = monotonic()
+        for action in self.fleet.reconcile(now):
+            if isinstance(action, EndWorker):
+                self._end(action.worker, "recycled" if action.has_successor else "removed")
+            else:
+                self._start(action.replica)
+        reload, reloaded = self.fleet.reload, self._reloaded
+        if reload is not None and reload.is_over and reloaded is not None and not reloaded.done():
+            reloaded.set_result(None)
+        wake_at = self.fleet.wake_at(now)
+        if wake_at < math.inf:
+            self._reconcile_timer = self.loop.call_later(
+                wake_at - now, self._reconcile, context=Context()
+            )
 
     def _start(self, replica: Replica) -> None:
         """Start the worker of a replica without one, or the successor of its worker."""
-        if replica.restart_timer is not None:
-            replica.restart_timer.cancel()
-            replica.restart_timer = None
-        if self.is_closing:
+        if self.is_closing:  # an observer has ended the pool
             return
+        count = max(self.fleet.count, replica.index + 1)
         slabs = self._memory.slabs
         worker = self._make_worker(
             next(self._ids),
             replica.index,
-            replica.model_spec,
+            replica.model,
             self._settings,
-            replica.placement,
+            place_workers(self._settings.devices, count, os.environ)[replica.index],
             slabs if isinstance(slabs, Slabs) else None,
             self,
             self._events,
@@ -593,10 +419,14 @@ class Pool:
             return
         self.start_failed(worker, worker.make_timeout_error())
 
-    def _retire(self, worker: WorkerHandle, change: WorkerChange) -> None:
+    def _end(self, worker: WorkerHandle, change: WorkerChange) -> None:
+        """End a worker that has lost its place; a ready one finishes its batches."""
+        if not worker.is_serving:
+            worker.set_timer(None)
+            worker.kill()
+            return
         logger.info("%s is %s", worker.title, change)
         self._tell(worker, change)
-        worker.is_retired = True
         self._events.worker_retired(worker.id)
         if worker.state is WorkerState.ENDING:  # it hangs, and is being ended already
             return
@@ -611,29 +441,6 @@ class Pool:
         else:
             then = functools.partial(self._watch_retired, worker)
         worker.set_timer(self.loop.call_later(self._settings.stop_timeout, then, context=Context()))
-
-    def _restart_later(self, replica: Replica) -> None:
-        # The listener may have ended the pool when it was told of the loss.
-        if self.is_closing:
-            return
-        delay, is_given_up = replica.restarts.lost(monotonic())
-        if replica.successor is not None:
-            replica.worker, replica.successor = replica.successor, None
-            return
-        replica.restart_timer = self.loop.call_later(delay, self._start, replica, context=Context())
-        reason = (
-            f"worker {replica.index} was restarted max_restarts={self._settings.max_restarts} "
-            f"times within restart_window={self._settings.restart_window} seconds"
-        )
-        if is_given_up:
-            logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
-            replica.is_given_up = True
-        if all(other.is_given_up for other in self._replicas.values()):
-            timers = [other.restart_timer for other in self._replicas.values()]
-            next_try = min(timer.when() for timer in timers if timer is not None)
-            self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
-        if is_given_up and self.reloading is not None:
-            self.reloading.budget_spent()
 
     def _beat(self) -> None:
         """Ping the idle workers, and replace the workers that have not answered the last ping."""
@@ -719,7 +526,7 @@ class Pool:
 
     def finish_end(self) -> None:
         """Remove the workers, which are dead, and end the threads."""
-        for replica in self._replicas.values():
+        for replica in self.fleet.replicas.values():
             replica.worker = replica.successor = None
         self._spawner.stop()
         for worker in [*self.workers.values()]:
@@ -727,15 +534,15 @@ class Pool:
             self._remove(worker)  # the last wakes an `aclose` that waits
 
     def _cancel_timers(self) -> None:
-        """Cancel the restarts and the heartbeat; if the pool ends, the reload, too."""
-        if self.reloading is not None and self.is_closing:
-            self.reloading.fail(BatcherClosedError(f"{self._name} was closed while it reloaded"))
-        for replica in self._replicas.values():
-            if replica.restart_timer is not None:
-                replica.restart_timer.cancel()
-                replica.restart_timer = None
-        if self._heartbeat_timer is not None:
-            self._heartbeat_timer.cancel()
+        """Cancel the restarts, the heartbeat and the reload, because the pool ends."""
+        reloaded = self._reloaded
+        # A closed event loop gets no error.
+        if not (reloaded is None or reloaded.done() or reloaded.get_loop().is_closed()):
+            closed = f"{self._name} was closed while it reloaded"
+            reloaded.set_exception(BatcherClosedError(closed))
+        for timer in (self._reconcile_timer, self._heartbeat_timer):
+            if timer is not None:
+                timer.cancel()
         for worker in [*self.workers.values()]:
             worker.set_timer(None)
 

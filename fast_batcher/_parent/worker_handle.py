@@ -192,9 +192,6 @@ class WorkerHandle(ABC):
         self.state = WorkerState.LOADING
         # Whether it takes batches: from READY to the death. The pool sets it.
         self.is_serving = False
-        # Another worker has its place, or there are to be fewer workers: it finishes its batches,
-        # and then ends. Set by the pool.
-        self.is_retired = False
         # Answered batches; the pool counts them if workers are recycled.
         self.batches = 0
         # The worker takes no further batches.
@@ -220,6 +217,11 @@ class WorkerHandle(ABC):
     def title(self) -> str:
         """Name in logs: the batcher, the worker's index and the process id."""
         return f"{self._name}: worker {self.index} (pid {self.pid})"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has loaded its model, and is not being ended."""
+        return self.state is WorkerState.READY
 
     # Start.
 

@@ -667,7 +667,7 @@ class LocalSession(Session):
     @property
     def num_workers(self) -> int:
         """Workers that there should be now."""
-        return self.pool.num_workers
+        return self.pool.fleet.count
 
     @property
     def backlog(self) -> float | None:
@@ -684,7 +684,7 @@ class LocalSession(Session):
         settings = self.settings
         setup = Setup(
             settings.batch_limit,
-            self.pool.num_workers,
+            self.pool.fleet.count,
             settings.max_batch_cost is not None,
             settings.group_by is not None,
             settings.enabled,
@@ -715,7 +715,7 @@ class LocalSession(Session):
         self._advance(monotonic())
 
     def _notice_all_ready(self) -> None:
-        if self.pool.all_were_ready:
+        if self.pool.fleet.all_were_ready:
             self.status.move(Event.ALL_READY)
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
@@ -796,10 +796,10 @@ class LocalSession(Session):
             return
         counters, now = self._ledger.counters, monotonic()
         load = WorkerLoad(
-            wanted=self.pool.num_workers,
+            wanted=self.pool.fleet.count,
             ready=self.scheduler.workers.ready_count,
-            is_loading=self.pool.is_loading,
-            is_failing=self.pool.is_failing,
+            is_loading=self.pool.fleet.is_loading,
+            is_failing=self.pool.fleet.is_failing,
             arrived=counters.submitted + self._rejected,
             rejected=self._rejected,
             backlog=self.scheduler.seconds_of_backlog(now),
@@ -825,7 +825,7 @@ class LocalSession(Session):
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else self._make_policy(settings)
         self.settings = settings
-        count = self.pool.num_workers
+        count = self.pool.fleet.count
         count = min(max(count, settings.fewest_workers), settings.most_workers)
         self.pool.scale(settings, count)
         self._set_scaling()

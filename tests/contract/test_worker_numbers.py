@@ -158,9 +158,9 @@ async def test_a_worker_that_is_not_ready_is_removed_first(tmp_path: Path) -> No
         index_of = {worker.index: worker for worker in pool.workers.values()}
         needed.unlink()
         index_of[0].kill()
-        await until(lambda: pool._replicas[0].is_given_up)
+        await until(lambda: pool.fleet.replicas[0].is_given_up)
         batcher.reconfigure(num_workers=1)
-        await until(lambda: list(pool._replicas) == [1])
+        await until(lambda: list(pool.fleet.replicas) == [1])
         assert await batcher.process_batched("fine") == "fine"
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert pids_of(batcher) == [index_of[1].pid]

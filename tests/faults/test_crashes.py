@@ -279,9 +279,7 @@ async def test_other_worker_serves_after_one_gave_up(tmp_path: Path) -> None:
         needed.unlink()
         first, second = pids_of(batcher)
         os.kill(first, signal.SIGKILL)
-        await until(
-            lambda: any(one.is_given_up for one in session_of(batcher).pool._replicas.values())
-        )
+        await until(lambda: session_of(batcher).pool.fleet.is_failing)
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)
@@ -302,11 +300,11 @@ async def test_returned_worker_serves_after_neighbour_gives_up(tmp_path: Path) -
             handle.kill()
 
         kill(0)
-        await until(lambda: pool._replicas[0].is_given_up)
+        await until(lambda: pool.fleet.replicas[0].is_given_up)
         await until(lambda: batcher.stats.workers_ready == 2)
         needed.unlink()
         kill(1)
-        await until(lambda: pool._replicas[1].is_given_up)
+        await until(lambda: pool.fleet.replicas[1].is_given_up)
         assert batcher.state == "open"
         assert await batcher.process_batched("fine") == "fine"
 
