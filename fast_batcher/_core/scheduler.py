@@ -289,7 +289,12 @@ class Admission:
                 accepted.append(request)
             else:
                 ahead = backlog.requests + len(accepted)
-                rejected.append((request, _rejection_of_late_arrival(ahead, seconds, left)))
+                reason = (
+                    f"the answer would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are "
+                    f"left; {ahead} requests wait already"
+                )
+                rejection = Rejection(DeadlineExceededError, reason, max(0.0, seconds - left))
+                rejected.append((request, rejection))
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
@@ -315,15 +320,6 @@ class Admission:
             f"{backlog.requests} requests wait",
             self._times.seconds_until_drained(backlog),
         )
-
-
-def _rejection_of_late_arrival(ahead: int, seconds: float, left: float) -> Rejection:
-    return Rejection(
-        DeadlineExceededError,
-        f"the answer would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are left; "
-        f"{ahead} requests wait already",
-        max(0.0, seconds - left),
-    )
 
 
 class DeadlineBatches:

@@ -143,7 +143,9 @@ class ServiceModel:
         self._count += 1
         bucket = self._buckets.get(exponent)
         if bucket is None or self._count - bucket.last_seen > bucket.half_life():
-            bucket = self._add_bucket(exponent)
+            if bucket is None and len(self._buckets) == MOST_BUCKETS:
+                del self._buckets[min(self._buckets, key=lambda key: self._buckets[key].last_seen)]
+            bucket = self._buckets[exponent] = _Bucket()
         bucket.last_seen = self._count
         bucket.observe(size, seconds)
         if not bucket.is_settled() or self._count >= self._next_line:
@@ -193,12 +195,6 @@ class ServiceModel:
             times.insert(at, seconds)
             line = (sizes, times, *_slopes(sizes, times))
         return line
-
-    def _add_bucket(self, exponent: int) -> _Bucket:
-        if exponent not in self._buckets and len(self._buckets) == MOST_BUCKETS:
-            del self._buckets[min(self._buckets, key=lambda key: self._buckets[key].last_seen)]
-        bucket = self._buckets[exponent] = _Bucket()
-        return bucket
 
 
 def _slopes(sizes: list[float], times: list[float]) -> tuple[float, float]:

@@ -260,7 +260,11 @@ class Pool:
             # It takes 80 ms per 200 MiB that were used.
             self._memory.run_in_thread(worker.outbox.close, lambda _: None)
         if not worker.is_serving:
-            error = _make_early_exit_error(worker, exit)
+            hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
+            error = WorkerStartupError(
+                f"worker {worker.index} ended with {exit.text} before it had loaded "
+                f"{worker.model_spec.name}; its output on stderr may tell why{hint}"
+            )
             replica = self.fleet.find(worker)
             if exit.is_node_lost and replica is not None and worker is replica.worker:
                 logger.warning("%s: %s; another takes its place", self._name, error)
@@ -545,15 +549,6 @@ class Pool:
                 timer.cancel()
         for worker in [*self.workers.values()]:
             worker.set_timer(None)
-
-
-def _make_early_exit_error(worker: WorkerHandle, exit: Exit) -> WorkerStartupError:
-    """Make the error of a worker that has died before it was ready."""
-    hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
-    return WorkerStartupError(
-        f"worker {worker.index} ended with {exit.text} before it had loaded "
-        f"{worker.model_spec.name}; its output on stderr may tell why{hint}"
-    )
 
 
 # Pools that have not been ended. The references keep a pool whose batcher was dropped: it still has

@@ -624,16 +624,13 @@ class LocalSession(Session):
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone; must not await."""
         self._submit_arrivals(monotonic())  # the request may be among them
-        self._cancel(request)
+        if self.scheduler.cancel(request):
+            waits = request.phase in (QUEUED, RETRYING)
+            self._ledger.cancel(request, "waiting" if waits else "running")
         self._wake_at(self.scheduler.next_expiry)
         if self.scheduler.workers.deserted:
             self.run_soon()
         self._notice_drained()
-
-    def _cancel(self, request: Request) -> None:
-        if self.scheduler.cancel(request):
-            waits = request.phase in (QUEUED, RETRYING)
-            self._ledger.cancel(request, "waiting" if waits else "running")
 
     def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the queue has room for a request behind the arrivals of this turn."""

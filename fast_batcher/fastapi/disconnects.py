@@ -82,13 +82,10 @@ class EndedByDisconnect:
         assert self._task is not None, "it was entered"
         self._task.uncancel()
         self._task.add_done_callback(partial(_clear, _find_exits()))
-        raise self._take_reason() from None
-
-    def _take_reason(self) -> HTTPException:
-        """Return the error and drop the reference to it, which would make a reference cycle."""
+        # The reference would make a reference cycle.
         reason, self._reason = self._reason, None
         assert reason is not None, "it was cancelled here"
-        return reason
+        raise reason from None
 
     def watch(self) -> None:
         """Start to wait for the disconnect."""

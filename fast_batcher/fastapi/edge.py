@@ -1,5 +1,6 @@
 """Lifespans, dependencies, health probes and array responses of an app. API process, event loop."""
 
+import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -135,7 +136,9 @@ def health_router(
 
     @router.get("/livez")
     async def livez() -> JSONResponse:
-        if all(_may_recover(batcher, broken_timeout) for batcher in batchers):
+        broken = [batcher._status.broken_seconds for batcher in batchers]  # noqa: SLF001
+        limit = math.inf if broken_timeout is None else broken_timeout
+        if all(seconds is None or seconds < limit for seconds in broken):
             return JSONResponse({"status": "alive"}, headers=headers)
         reports = [_report(batcher) for batcher in batchers]
         return JSONResponse({"status": "broken", "batchers": reports}, 503, headers)
@@ -155,11 +158,6 @@ def health_router(
         return JSONResponse(content, 503, headers)
 
     return router
-
-
-def _may_recover(batcher: DynBatcher[Any, Any], broken_timeout: float | None) -> bool:
-    seconds = batcher._status.broken_seconds  # noqa: SLF001  the probe is its only user
-    return seconds is None or broken_timeout is None or seconds < broken_timeout
 
 
 def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
