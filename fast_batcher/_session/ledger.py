@@ -94,13 +94,6 @@ class Counters:
     # The last answered batches: the fields of a `BatchSample`, which takes 0.2 us to make.
     samples: deque[Any] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
 
-    def count_outcomes(self, ended: list[Outcome]) -> None:
-        """Count how the requests of a batch have ended; most have completed."""
-        completed = ended.count("completed")
-        self.outcomes["completed"] += completed
-        if completed != len(ended):
-            self.outcomes.update(outcome for outcome in ended if outcome != "completed")
-
     def count_batch(self, size: int, release: str) -> None:
         """Count a batch that is sent."""
         self.batch_sizes[size] += 1
@@ -185,15 +178,21 @@ class Ledger:
             except Exception:  # an event loop may have futures of its own
                 logger.exception("%s: the future of a caller has refused its outcome", self._name)
                 ended.append("cancelled")
-        self.counters.count_outcomes(ended)
-        if ended.count("completed") != len(requests) and not {"failed", "refused"} & {*ended}:
-            self._find_late_error(requests, outcomes)
+        completed = ended.count("completed")
+        self.counters.outcomes["completed"] += completed
+        if completed != len(requests):
+            self._count_others(requests, outcomes, ended)
         if is_observed:
             ended_by = list(zip(waiting, ended, strict=True))
             self.observers.tell(describe_answer(self._name, batch, ended_by))
 
-    def _find_late_error(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
-        """Note the first error of a batch, unless the caller of one has an error already."""
+    def _count_others(
+        self, requests: Sequence[Request], outcomes: Sequence[Any], ended: list[Outcome]
+    ) -> None:
+        """Count requests that have not completed; note the first error if no caller got one."""
+        self.counters.outcomes.update(outcome for outcome in ended if outcome != "completed")
+        if {"failed", "refused"} & {*ended}:
+            return
         pairs = zip(requests, outcomes, strict=True)
         failed = [pair for pair in pairs if pair[1].__class__ is Failure]
         if failed and not any(getattr(one.caller, "has_failed", False) for one, _ in failed):

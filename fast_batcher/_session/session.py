@@ -340,17 +340,22 @@ class LocalSession(Session):
             self.run_soon()
 
     def _run(self) -> None:
-        """Advance; read all arrived answers first if a request may have expired.
-
-        The event loop may have been blocked, and the answer may have arrived in time.
-        """
+        """Advance; read all arrived answers first if a request may have expired."""
         self._is_scheduled = False
         if self._staged_types:
             self._arena.end_turn()
         now = monotonic()
         if self.scheduler.next_expiry > now:
             self._advance(now)
-            return
+        else:
+            self._read_and_advance()
+
+    def _read_and_advance(self) -> None:
+        """Read all arrived answers, then advance.
+
+        The event loop may have been blocked, and the answer of a late request may have arrived in
+        time.
+        """
         answering = self.pool.read_all()
         now = monotonic()
         for worker, begun in self.pool.find_sending():
@@ -370,16 +375,12 @@ class LocalSession(Session):
         actions, wake_at = self.scheduler.poll(now, has_read=has_read, answering=self._answering)
         for action in actions:
             try:
-                self._do(action)
+                if isinstance(action, Dispatch):
+                    self._send(action.batch)
+                else:
+                    self._do(action)
             except Exception as error:  # noqa: BLE001  the other actions must be carried out
-                to_error = self._ledger.internal_error(error)
-                if isinstance(action, Expire):
-                    self._ledger.expire(action.request, to_error(), str(action.reason))
-                elif isinstance(action, Dispatch):
-                    batch = action.batch
-                    self.inputs_unsendable(
-                        batch, [(request, to_error()) for request in batch.requests]
-                    )
+                self._give_up(action, error)
         if wake_at is not None and wake_at < self._timer_at:
             self._wake_at(wake_at)
         if self._drained is not None:
@@ -393,10 +394,7 @@ class LocalSession(Session):
         try:
             rejected = self.scheduler.submit(now, arrivals)
         except Exception as fault:  # noqa: BLE001  every call must end
-            to_error = self._ledger.internal_error(fault)
-            for request in arrivals:
-                if not request.is_settled:
-                    self._ledger.reject(request, to_error(), "internal error")
+            self._reject_all(arrivals, fault)
             return
         self._ledger.counters.submitted += len(arrivals) - len(rejected)
         for request, rejection in rejected:
@@ -404,12 +402,24 @@ class LocalSession(Session):
             error = self.status.broken_error() or rejection.to_error()
             self._ledger.reject(request, error, rejection.reason)
 
+    def _reject_all(self, arrivals: list[Request], fault: Exception) -> None:
+        to_error = self._ledger.internal_error(fault)
+        for request in arrivals:
+            if not request.is_settled:
+                self._ledger.reject(request, to_error(), "internal error")
+
     # Batches: from the queue to the worker.
 
-    def _do(self, action: Dispatch | Expire | Stall | Replace | Skip | Fail) -> None:
-        if isinstance(action, Dispatch):
-            self._send(action.batch)
-        elif isinstance(action, Expire):
+    def _send(self, batch: Batch) -> None:
+        contexts = self._observers.follow(batch, dumps) if self._active else []
+        size = len(batch.requests)
+        self.pool.workers[batch.worker].compute(batch, contexts)
+        # While the worker wakes up.
+        if not self._is_stepped:
+            self._ledger.counters.count_batch(size, batch.release)
+
+    def _do(self, action: Expire | Stall | Replace | Skip | Fail) -> None:
+        if isinstance(action, Expire):
             error = self._reports.expiry_error(action)
             self._ledger.expire(action.request, error, str(action.reason))
         elif isinstance(action, Stall):
@@ -426,15 +436,14 @@ class LocalSession(Session):
             for request in action.requests:
                 self._ledger.fail(request, to_error(), "internal error")
 
-    def _send(self, batch: Batch) -> None:
-        contexts: list[bytes] = []
-        if self._active:
-            contexts = self._observers.follow(batch, dumps)
-        size = len(batch.requests)
-        self.pool.workers[batch.worker].compute(batch, contexts)
-        # While the worker wakes up.
-        if not self._is_stepped:
-            self._ledger.counters.count_batch(size, batch.release)
+    def _give_up(self, action: object, error: Exception) -> None:
+        """Fail the requests of an action that has raised."""
+        to_error = self._ledger.internal_error(error)
+        if isinstance(action, Expire):
+            self._ledger.expire(action.request, to_error(), str(action.reason))
+        elif isinstance(action, Dispatch):
+            batch = action.batch
+            self.inputs_unsendable(batch, [(request, to_error()) for request in batch.requests])
 
     def inputs_unsendable(self, batch: Batch, unsendable: Unsendable) -> None:
         """Fail requests whose input cannot be sent; the worker gets the others."""

@@ -549,8 +549,6 @@ class BatchLoop:
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             job.seconds = monotonic() - started
             job.fail(*judge(error))
-            # A frame often keeps the error, and its frames keep the inputs.
-            forget_frames(error)
             return
         finally:
             if job.pieces:
@@ -566,7 +564,7 @@ class BatchLoop:
 
 
 def judge(error: BaseException) -> tuple[Failed, SerializedError]:
-    """Return the consequence of an error of `infer`, and the error as data."""
+    """Return the consequence of an error of `infer`, and the error as data, without its frames."""
     failure = pickling.describe(error)
     how = Failed.RAISED
     if is_out_of_memory(error):
@@ -574,6 +572,8 @@ def judge(error: BaseException) -> tuple[Failed, SerializedError]:
         free_memory(error)
     elif breaks_device(error):
         how = Failed.FATAL
+    # A frame often keeps the error, and its frames keep the inputs.
+    forget_frames(error)
     return how, failure
 
 

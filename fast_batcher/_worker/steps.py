@@ -20,7 +20,7 @@ from fast_batcher._core.values import Failed, Order
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import BEGUN, WorkerProgress
 from fast_batcher._worker.loop import BatchJob, Told, WorkerPort, judge
-from fast_batcher.errors import forget_frames, is_kind
+from fast_batcher.errors import is_kind
 from fast_batcher.stepped import read_outcome
 
 logger = logging.getLogger("fast_batcher.worker")
@@ -162,7 +162,6 @@ class StepLoop:
             )
         except BaseException as error:  # noqa: BLE001  as in `BatchLoop.compute`
             how, failure = judge(error)
-            forget_frames(error)
             if len(jobs) > 1 and how is not Failed.FATAL:
                 self._apart = len(jobs)
                 self._newcomers = {job.batch_id: job for job in jobs} | self._newcomers
@@ -206,7 +205,6 @@ class StepLoop:
             )
         except BaseException as error:  # noqa: BLE001  as in `BatchLoop.compute`
             how, failure = judge(error)
-            forget_frames(error)
             self._fail_all(running, how, failure)
             return
         self._send(running, outcomes, began)
