@@ -15,6 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._core.values import Batch, Failure, Group, Request
+from fast_batcher._host import messages
+from fast_batcher._host.messages import Handlers, dispatch
 from fast_batcher._host.protocol import (
     FRAME_SIZE,
     OpaqueError,
@@ -28,7 +30,7 @@ from fast_batcher._observers import Carried
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
+from fast_batcher._transport.channels import HostKind, Kind, LoopChannel, Reservation
 from fast_batcher._transport.pickling import OutOfBandPickler, SerializedError, dumps, loads
 from fast_batcher.errors import UnsendableValueError
 from fast_batcher.observing import BatchAnswered, BatchDispatched
@@ -225,9 +227,6 @@ class HostCaller:
 class TenantEvents(Protocol):
     """Events that a tenant reports to the server."""
 
-    def control_frame_arrived(self, tenant: "Tenant", frame: Frame, /) -> None:
-        """Handle a frame that is not about requests."""
-
     def tenant_vanished(self, tenant: "Tenant", /) -> None:
         """Handle the end of the connection, or a broken protocol."""
 
@@ -274,40 +273,39 @@ class Tenant:
         self._freed: deque[int] = deque()
         # Rows that workers may view.
         self._rows = 0
-        self._channel = LoopChannel(
-            (connection, connection), max_frame_bytes, self._take, self._hung_up
-        )
+        self._handlers: dict[int | type, Callable[..., object]] = {
+            HostKind.CALLS: self._submit,
+            messages.Abandon: self._abandon,
+            messages.Resent: self._take_resent,
+            messages.ContextsGiven: self._take_contexts,
+        }
+        take = functools.partial(dispatch, handlers=self._handlers)
+        ends = (connection, connection)
+        self._channel = LoopChannel(ends, max_frame_bytes, take, self._hung_up)
         self._channel.attach(loop)
         self.is_gone = False
 
-    # Requests.
+    def handle(self, handlers: Handlers) -> None:
+        """Use these handlers from now on; each is called with this process, too."""
+        for kind, handle in handlers.items():
+            self._handlers[kind] = functools.partial(handle, self)
 
-    def _take(self, frame: Frame) -> None:
-        if frame.kind == Kind.CALLS:
-            ids, body, options, contexts = loads(frame.body)
-            self._submit(ids, loads(body), options, contexts)
-        elif frame.kind == Kind.ITEM_CALLS:
-            ids, packed, options, contexts = loads(frame.body)
-            values = [self._unpack(*pair) for pair in zip(ids, packed, strict=True)]
-            self._submit(ids, values, options, contexts)
-        elif frame.kind == Kind.ABANDON:
-            self._abandon(loads(frame.body))
-        elif frame.kind == Kind.RESENT:
-            self._take_resent(*loads(frame.body))
-        elif frame.kind == Kind.BATCH_CONTEXTS:
-            self._take_contexts(*loads(frame.body))
-        else:
-            self._events.control_frame_arrived(self, frame)
+    # Requests.
 
     def _submit(
         self,
         ids: list[int],
-        values: list[Any],
+        inputs: bytes | list[Any],
         options: dict[int, Any],
         contexts: dict[int, Carried] | None,
     ) -> None:
         session = self.session
-        assert session is not None, "HELLO is the first frame"
+        assert session is not None, "`Hello` is the first message"
+        values = (
+            loads(inputs)
+            if isinstance(inputs, bytes)
+            else [self._unpack(*pair) for pair in zip(ids, inputs, strict=True)]
+        )
         self._received += len(ids)
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, HostCaller(self, request_id))
@@ -369,7 +367,7 @@ class Tenant:
 
     def _ask(self, request_id: int, value: RowInput) -> None:
         self._asked[request_id] = value
-        self.send(Kind.RESEND, dumps([request_id]))
+        self.tell(messages.Resend(request_id))
         seconds = 0.0 if self.is_gone else ANSWER_TIMEOUT
         self._loop.call_later(seconds, self._take_resent, request_id, None, context=Context())
 
@@ -397,7 +395,7 @@ class Tenant:
             return
         contexts: Sequence[Any] = event.contexts
         callers = [None if context is None else self._describe(context) for context in contexts]
-        self.send(Kind.FOLLOW, dumps((replace(event, contexts=()), callers)))
+        self.tell(messages.Follow(replace(event, contexts=()), callers))
         timer = self._loop.call_later(
             ANSWER_TIMEOUT, self._take_contexts, event.batch_id, None, context=Context()
         )
@@ -418,8 +416,8 @@ class Tenant:
 
         After the answers of this turn, so that the callers do not wait for observers.
         """
-        body = dumps((batch_id, end, positions))
-        self._loop.call_soon(self.send, Kind.FOLLOWED, body, context=Context())
+        ended = messages.Followed(batch_id, end, positions)
+        self._loop.call_soon(self.tell, ended, context=Context())
 
     # Answers.
 
@@ -440,7 +438,7 @@ class Tenant:
         self._ids, self._outcomes, self._are_atoms = [], [], True
         self.report_freed()
         if are_atoms:
-            self.send(Kind.ANSWERS, dumps((ids, outcomes, self._room)))
+            self.send(HostKind.ANSWERS, dumps((ids, outcomes, self._room)))
         else:
             packed = [pack_outcome(outcome) for outcome in outcomes]
             self._send_items(ids, packed)
@@ -452,7 +450,7 @@ class Tenant:
             size += measure_packed(outcome)
             if size >= FRAME_SIZE or position == len(packed):
                 body = dumps((ids[begin:position], packed[begin:position], self._room))
-                self.send(Kind.ITEM_ANSWERS, body)
+                self.send(HostKind.ITEM_ANSWERS, body)
                 begin, size = position, 0
 
     @property
@@ -465,7 +463,7 @@ class Tenant:
         if self._freed:
             freed = [self._freed.popleft() for _ in range(len(self._freed))]
             self._rows -= len(freed)
-            self.send(Kind.FREED_INPUTS, dumps(freed))
+            self.tell(messages.FreedInputs(freed))
 
     @property
     def has_rows(self) -> bool:
@@ -479,15 +477,19 @@ class Tenant:
         """Whether the process does not read, perhaps because it is stopped: it gets no news."""
         return self._channel.backlog >= MOST_NEWS
 
-    def send(self, kind: int, body: bytes = b"", number: int = 0) -> None:
+    def send(self, kind: int, body: bytes) -> None:
         """Send a frame without waiting; dropped if the process is gone."""
         if not self.is_gone:
-            self._channel.send(kind, number, body)
+            self._channel.send(kind, 0, body)
 
-    def tell(self, kind: int, body: bytes, number: int = 0) -> None:
-        """Send news that the process may miss: states, events and log records."""
+    def tell(self, message: tuple[Any, ...]) -> None:
+        """Send a message without waiting; dropped if the process is gone."""
+        self.send(HostKind.MESSAGE, dumps(message))
+
+    def tell_news(self, message: tuple[Any, ...]) -> None:
+        """Send a message that the process may miss: a state, an event or a log record."""
         if not self.is_stalled:
-            self.send(kind, body, number)
+            self.tell(message)
 
     def leave(self) -> None:
         """Cancel its requests; the connection stays open for the farewell."""
