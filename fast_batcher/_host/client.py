@@ -19,7 +19,6 @@ import math
 import os
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
@@ -239,9 +238,8 @@ class RemoteSession(Session):
         # The figures of that state, or of the last one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
-        # Empty without observers that follow batches; and the batches that they follow, by id.
+        # Empty without observers that follow batches.
         self._followers = ledger.observers.followers
-        self._followed: dict[int, BatchDispatched] = {}
         # Whether the host sends events for the observers.
         self._is_observed = False
         # Whether this process reports: as the host has said, and without a host for itself.
@@ -368,8 +366,7 @@ class RemoteSession(Session):
             messages.ReloadEnded: self._take_generation,
             messages.Reloaded: self._finish_reload,
             messages.Told: self._tell,
-            messages.Follow: self._follow_batch,
-            messages.Followed: self._end_batch,
+            messages.Followed: self._tell_followers,
             messages.ReporterChosen: self._report,
         }
 
@@ -525,44 +522,10 @@ class RemoteSession(Session):
     def _tell(self, event: ObserverEvent, follow: bool | None) -> None:
         self._ledger.observers.tell(event, follow=follow)
 
-    def _follow_batch(
-        self, event: BatchDispatched, callers: list[int | list[bytes] | None]
-    ) -> None:
-        """Tell the observers of a batch; the host waits for the contexts that they give."""
-        event = replace(event, contexts=[self._find_context(caller) for caller in callers])
-        self._followed[event.batch_id] = event
-        given = self._ledger.observers.follow(event, dumps)
-        self._link.tell(messages.ContextsGiven(event.batch_id, given))
-
-    def _find_context(self, caller: int | list[bytes] | None) -> Context | None:
-        """Return the context of a caller: of this process by the request's id, or of another."""
-        if isinstance(caller, int):
-            request = self._open.find(caller)
-            return None if request is None else request.context
-        return None if caller is None else self._ledger.observers.restore_context(caller)
-
-    def _end_batch(
-        self, batch_id: int, end: BatchAnswered | str, positions: list[int | None]
-    ) -> None:
-        """Tell the observers of the end of a batch that they follow."""
-        dispatched = self._followed.pop(batch_id, None)
-        if dispatched is None:  # this process did not read when it was dispatched
-            return
-        if isinstance(end, str):
-            self._ledger.observers.tell(BatchLost(dispatched, end), follow=True)
-            return
-        contexts = [None if at is None else dispatched.contexts[at] for at in positions]
-        requests = [
-            replace(request, context=context)
-            for request, context in zip(end.requests, contexts, strict=True)
-        ]
-        event = replace(end, requests=requests, dispatched=dispatched)
-        self._ledger.observers.tell(event, follow=True)
-
-    def _lose_batches(self, reason: str) -> None:
-        """Tell the observers that the batches that they follow have no answer."""
-        for batch_id in [*self._followed]:
-            self._end_batch(batch_id, reason, [])
+    def _tell_followers(self, dispatched: BatchDispatched, end: BatchAnswered | BatchLost) -> None:
+        """Tell the observers that follow batches of a batch that has ended."""
+        self._ledger.observers.follow(dispatched, lambda context: context)
+        self._ledger.observers.tell(end, follow=True)
 
     def _report(self, is_reporter: bool) -> None:
         """Begin or cease to report."""
@@ -624,7 +587,6 @@ class RemoteSession(Session):
         # A host whose first state has not come may have workers.
         is_open = host is None or host.state == State.OPEN or host.workers_ready > 0
         self._retry_requests(had_workers=is_open)
-        self._lose_batches("host lost")
         self._model.end_reload()
         for number in [*self._reloads]:
             text = f"{self._name}: the host process died while it reloaded"
@@ -813,7 +775,6 @@ class RemoteSession(Session):
 
     def _release(self) -> None:
         """Close everything; may be called again."""
-        self._lose_batches("closed")
         self._host = None
         self._report(False)
         self._stop_timer()

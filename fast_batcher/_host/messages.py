@@ -6,12 +6,9 @@
     CALLS: ids, inputs, options, contexts   -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
     Abandon, Observe, Ping                  -->
-                                            <--   StateSent, FreedInputs, Log, Told, Pong
-                                            <--   ReporterChosen, when the reporter changes
+                                            <--   StateSent, FreedInputs, Log, Told, Followed
+                                            <--   ReporterChosen, Pong
     StateRead                               -->
-                                            <--   Follow: batch
-    ContextsGiven: context managers         -->
-                                            <--   Followed: its answer or loss
     Reconfigure: changes                    -->
                                             <--   Reconfigure, to each API process
     ReloadCall: call, model                 -->
@@ -39,7 +36,13 @@ from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._session.life import Changes
 from fast_batcher._transport.channels import Frame, HostKind, pack_header
 from fast_batcher._transport.pickling import dumps, loads
-from fast_batcher.observing import BatchAnswered, BatchDispatched, RequestEnded, WorkerChanged
+from fast_batcher.observing import (
+    BatchAnswered,
+    BatchDispatched,
+    BatchLost,
+    RequestEnded,
+    WorkerChanged,
+)
 from fast_batcher.stats import BatcherStats, Explanation
 
 # Functions that handle what arrives, by the kind of a frame and by the type of a message. Each is
@@ -147,14 +150,6 @@ class Observe(NamedTuple):
     """The API process has observers: it may get events."""
 
 
-class ContextsGiven(NamedTuple):
-    """The answer to `Follow`."""
-
-    batch_id: int
-    # The pickled context managers of the observers.
-    managers: list[bytes]
-
-
 class ReloadCall(NamedTuple):
     """A call of `reload`."""
 
@@ -236,22 +231,12 @@ class Told(NamedTuple):
     follow: bool | None
 
 
-class Follow(NamedTuple):
-    """A batch is dispatched, which this process follows."""
-
-    event: BatchDispatched
-    # Its callers: the id of a request of this process, the context managers of another's.
-    callers: list[int | list[bytes] | None]
-
-
 class Followed(NamedTuple):
-    """A batch that this process follows has ended."""
+    """A batch has ended that the observers of this process follow."""
 
-    batch_id: int
-    # Its answer, or the reason of its loss.
-    end: BatchAnswered | str
-    # Positions of the answered requests in the batch.
-    positions: list[int | None]
+    # The host's contexts of callers become contexts of this process.
+    dispatched: BatchDispatched
+    end: BatchAnswered | BatchLost
 
 
 class ReporterChosen(NamedTuple):

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import replace
 from math import inf
@@ -40,11 +41,12 @@ from fast_batcher._host.messages import (
 from fast_batcher._host.protocol import FRAME_ROOM, MAX_RANGES, SHARED_PART, pack_error
 from fast_batcher._host.rendezvous import check_peer, has_rival
 from fast_batcher._host.tenant import (
+    CallerContext,
     HostSender,
     OpaquePickler,
     Tenant,
-    find_followed,
 )
+from fast_batcher._observers import PickledContexts
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_handle import Exit, WorkerHandle
@@ -111,41 +113,61 @@ class LogForwarder(logging.Handler):
 
 
 class EventForwarder(Observer):
-    """Observer that passes events on."""
+    """Observer that passes events on: batches of followed callers to one caller's process, too."""
+
+    needs_context = True
 
     def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
 
-    def _report(self, event: RequestEnded | WorkerChanged) -> None:
+    def _report(
+        self, event: BatchAnswered | RequestEnded | WorkerChanged, *, follow: bool | None = None
+    ) -> None:
         reporter = self._find_reporter()
         if reporter is not None:
-            reporter.tell_news(messages.Told(event, None))
+            reporter.tell_news(messages.Told(event, follow))
 
-    request_ended = worker_changed = _report
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Report a change of a worker."""
+        self._report(event)
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Report the end of a request."""
+        self._report(replace(event, context=None))
+
+    def batch_dispatched(self, event: BatchDispatched) -> AbstractContextManager[Any] | None:
+        """Return the context in which the worker computes the batch."""
+        chosen = _choose_context(event)
+        return None if chosen is None else PickledContexts(chosen.managers)
 
     def batch_answered(self, event: BatchAnswered) -> None:
-        """Report an answered batch, and tell the process that follows it."""
-        followed, event = event.dispatched, replace(event, dispatched=None)
-        reporter = self._find_reporter()
-        if reporter is not None:
-            reporter.tell_news(messages.Told(event, None if followed is None else False))
-        if followed is not None:
-            at = {id(context): position for position, context in enumerate(followed.contexts)}
-            positions = [at.get(id(request.context)) for request in event.requests]
-            _end_followed(followed, event, positions)
+        """Report an answered batch."""
+        is_followed = event.dispatched is not None and self._tell_follower(event, event.dispatched)
+        requests = [
+            request if request.context is None else replace(request, context=None)
+            for request in event.requests
+        ]
+        event = replace(event, requests=requests, dispatched=None)
+        self._report(event, follow=False if is_followed else None)
 
     def batch_lost(self, event: BatchLost) -> None:
         """Tell the process that follows it of a batch without an answer."""
-        _end_followed(event.dispatched, event.reason, [])
+        self._tell_follower(event, event.dispatched)
+
+    def _tell_follower(self, event: BatchAnswered | BatchLost, dispatched: BatchDispatched) -> bool:
+        """Tell the process of the first followed caller; return whether there is one."""
+        chosen = _choose_context(dispatched)
+        if chosen is None or not chosen.is_followed:
+            return False
+        chosen.tenant.tell_soon(messages.Followed(dispatched, event))
+        return True
 
 
-def _end_followed(
-    dispatched: BatchDispatched, end: BatchAnswered | str, positions: list[int | None]
-) -> None:
-    contexts: Any = dispatched.contexts
-    followed = find_followed(contexts)
-    assert followed is not None, "otherwise no process was told of it"
-    followed.tenant.end_batch(dispatched.batch_id, end, positions)
+def _choose_context(event: BatchDispatched) -> CallerContext | None:
+    """Return the context of the first followed caller, or else of the first with a context."""
+    contexts: Sequence[Any] = event.contexts
+    present = [context for context in contexts if context is not None]
+    return min(present, key=lambda context: not context.is_followed, default=None)
 
 
 logger = logging.getLogger("fast_batcher")
@@ -299,10 +321,9 @@ class HostSession(LocalSession):
         return RayWorker(self._cluster, self.sender, *arguments)
 
     def _make_sender(self) -> BatchSender:
-        self.host_sender = HostSender(
+        return HostSender(
             self.settings, self.memory, self.pool.workers, self._name, OpaquePickler(0)
         )
-        return self.host_sender
 
     def _make_evaluator(self, methods: Sequence[Method]) -> None:
         """Make none: the API processes have called the user's functions."""
@@ -312,6 +333,7 @@ class HostSession(LocalSession):
         error = self.status.broken_error()
         if error is None:
             super().accept(request)
+            request.context = None  # the copied context is the host's own
         else:
             settle(request)
             set_exception(request, error)
@@ -628,10 +650,6 @@ class HostServer:
             of = None if method is None else self._session.methods[method]
             group = self._groups[method, key] = Group(key, of)
         return group
-
-    def contexts_arrived(self) -> None:
-        """Look for contexts in each batch from now on."""
-        self._session.host_sender.has_contexts = True
 
     @property
     def room(self) -> int:

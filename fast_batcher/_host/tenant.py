@@ -11,7 +11,6 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._core.values import Batch, Failure, Group, Request
@@ -26,14 +25,13 @@ from fast_batcher._host.protocol import (
     measure_packed,
     pack_outcome,
 )
-from fast_batcher._observers import Carried
+from fast_batcher._observers import Carried, restore_context
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.channels import HostKind, Kind, LoopChannel, Reservation
+from fast_batcher._transport.channels import HostKind, LoopChannel
 from fast_batcher._transport.pickling import OutOfBandPickler, SerializedError, dumps, loads
 from fast_batcher.errors import UnsendableValueError
-from fast_batcher.observing import BatchAnswered, BatchDispatched
 
 if TYPE_CHECKING:
     from fast_batcher._session.session import Session
@@ -90,42 +88,29 @@ def decode_opaquely(item: Any) -> Any:
 
 
 class CallerContext:
-    """The context of a caller in an API process. Events have None for it in other processes."""
+    """The context of a caller in an API process; stands for a `Context` in events of the host."""
 
-    __slots__ = ("is_followed", "managers", "request_id", "tenant")
+    __slots__ = ("is_followed", "managers", "tenant")
 
-    def __init__(
-        self, tenant: "Tenant", request_id: int, managers: list[bytes], *, is_followed: bool
-    ) -> None:
+    def __init__(self, tenant: "Tenant", managers: list[bytes], *, is_followed: bool) -> None:
         self.tenant = tenant
-        self.request_id = request_id
         # The context managers, as in `fast_batcher._observers.Carried`.
         self.managers = managers
         self.is_followed = is_followed
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Be pickled as None."""
-        return type(None), ()
-
-
-def find_followed(contexts: Sequence[CallerContext | None]) -> CallerContext | None:
-    """Return the context of the caller whose process follows a batch, None without one."""
-    present = (context for context in contexts if context is not None)
-    return next((context for context in present if context.is_followed), None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be unpickled as a context in which the context managers were entered."""
+        return restore_context, (self.managers,)
 
 
 class HostSender(BatchSender):
-    """A `BatchSender` that asks API processes for inputs and contexts that it does not have."""
+    """A `BatchSender` that asks API processes for inputs that it does not have."""
 
     decode = staticmethod(decode_opaquely)
-    # Whether a caller has ever had a context.
-    has_contexts = False
 
     def send(self, worker: FrameWorker, batch: Batch, contexts: Sequence[bytes]) -> None:
         """Send a batch to its worker, as soon as all of its inputs are here."""
         requests = batch.requests
-        if self.has_contexts:
-            self._send_contexts(worker, batch)
         if any(request.staged is None or request.staged.slab is None for request in requests):
             absent = [request.value for request in requests if type(request.value) is RowInput]
             if absent:
@@ -134,29 +119,6 @@ class HostSender(BatchSender):
                 return
         super().send(worker, batch, contexts)
 
-    def _send_contexts(self, worker: FrameWorker, batch: Batch) -> None:
-        """Send the contexts in which a batch is computed; its inputs wait behind them."""
-        contexts: list[CallerContext | None] = [request.context for request in batch.requests]
-        present = [context for context in contexts if context is not None]
-        if not present:
-            return
-        followed = find_followed(contexts)
-        if followed is None:
-            worker.send(Kind.CONTEXTS, batch.id, dumps(present[0].managers))
-            return
-        batch.dispatched = BatchDispatched(
-            model=self._name,
-            worker=worker.index,
-            batch_id=batch.id,
-            size=len(batch.requests),
-            cost=sum([request.cost for request in batch.requests]),
-            release=str(batch.release),
-            dispatched_at=batch.sent_at,
-            contexts=contexts,  # type: ignore[arg-type]  # stand for those of API processes
-        )
-        fill = functools.partial(_fill_contexts, worker, worker.reserve(), batch.id)
-        followed.tenant.follow(batch.dispatched, followed.managers, fill)
-
     def _send_later(self, worker: FrameWorker, batch: Batch, absent: list[RowInput]) -> None:
         """Keep the batch's position among the frames of its worker until the inputs are here."""
         self._release_staged(batch)
@@ -164,13 +126,6 @@ class HostSender(BatchSender):
         send = functools.partial(self._fill_in_band, worker, worker.reserve(), batch)
         for value in absent:
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
-
-
-def _fill_contexts(
-    worker: FrameWorker, reservation: Reservation, batch_id: int, managers: list[bytes]
-) -> None:
-    frames = [(Kind.CONTEXTS, batch_id, dumps(managers))] if managers else []
-    worker.fill(reservation, frames)
 
 
 def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> None:
@@ -182,8 +137,8 @@ def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> 
 logger = logging.getLogger("fast_batcher")
 
 
-# Seconds for which a batch waits for an API process: for an input that it sends once more, or for
-# the contexts of its observers. A stopped process must not keep a worker from the others.
+# Seconds for which a batch waits for an input that an API process sends once more: a stopped
+# process must not keep a worker from the others.
 ANSWER_TIMEOUT = 5.0
 # Frames of news that wait for an API process that does not read; further ones are dropped.
 MOST_NEWS = 256
@@ -194,16 +149,6 @@ class _Row(NamedTuple):
 
     staged: StagedInput
     value: RowInput
-
-
-def _finish_follow(
-    timer: asyncio.TimerHandle,
-    fill: Callable[[list[bytes]], None],
-    managers: list[bytes],
-    given: list[bytes] | None,
-) -> None:
-    timer.cancel()
-    fill(managers if given is None else given)
 
 
 class HostCaller:
@@ -233,9 +178,6 @@ class TenantEvents(Protocol):
     def find_group(self, method: str | None, key: bytes | None, /) -> Group:
         """Return the group of the requests of a method that have this packed key."""
 
-    def contexts_arrived(self) -> None:
-        """Take note of requests whose callers have contexts."""
-
     @property
     def room(self) -> int:
         """Requests for which the queue has room."""
@@ -263,8 +205,6 @@ class Tenant:
         self._received = 0
         # Inputs that were asked for once more, by the request's id.
         self._asked: dict[int, RowInput] = {}
-        # Batches that wait for contexts, by id.
-        self._following: dict[int, Callable[[list[bytes] | None], None]] = {}
         # Answers of this turn of the loop.
         self._ids: list[int] = []
         self._outcomes: list[Any] = []
@@ -277,7 +217,6 @@ class Tenant:
             HostKind.CALLS: self._submit,
             messages.Abandon: self._abandon,
             messages.Resent: self._take_resent,
-            messages.ContextsGiven: self._take_contexts,
         }
         take = functools.partial(dispatch, handlers=self._handlers)
         ends = (connection, connection)
@@ -323,10 +262,7 @@ class Tenant:
         for position, (managers, is_followed) in contexts.items():
             request = self._requests.get(ids[position])
             if request is not None:
-                request.context = CallerContext(
-                    self, ids[position], managers, is_followed=is_followed
-                )
-        self._events.contexts_arrived()
+                request.context = CallerContext(self, managers, is_followed=is_followed)
 
     def _abandon(self, ids: list[int]) -> None:
         for request_id in ids:
@@ -380,44 +316,6 @@ class Tenant:
             request.value = Pickled(item)
         if value is not None:
             value.finish()
-
-    # Batches that observers of the process follow.
-
-    def follow(
-        self, event: BatchDispatched, managers: list[bytes], fill: Callable[[list[bytes]], None]
-    ) -> None:
-        """Tell the process of a batch; `fill` gets the contexts of its observers.
-
-        If it does not answer, `fill` gets these managers, of one of its callers.
-        """
-        if self.is_gone or self.is_stalled:
-            fill(managers)
-            return
-        contexts: Sequence[Any] = event.contexts
-        callers = [None if context is None else self._describe(context) for context in contexts]
-        self.tell(messages.Follow(replace(event, contexts=()), callers))
-        timer = self._loop.call_later(
-            ANSWER_TIMEOUT, self._take_contexts, event.batch_id, None, context=Context()
-        )
-        self._following[event.batch_id] = functools.partial(_finish_follow, timer, fill, managers)
-
-    def _describe(self, context: CallerContext) -> int | list[bytes]:
-        """Return the request's id of a caller of this process, the managers of another."""
-        return context.request_id if context.tenant is self else context.managers
-
-    def _take_contexts(self, batch_id: int, managers: list[bytes] | None) -> None:
-        """Go on with a batch that waits for the contexts of observers, which need not have come."""
-        finish = self._following.pop(batch_id, None)
-        if finish is not None:
-            finish(managers)
-
-    def end_batch(self, batch_id: int, end: BatchAnswered | str, positions: list[Any]) -> None:
-        """Tell the process of the answer of a batch that it follows, or of its loss.
-
-        After the answers of this turn, so that the callers do not wait for observers.
-        """
-        ended = messages.Followed(batch_id, end, positions)
-        self._loop.call_soon(self.tell, ended, context=Context())
 
     # Answers.
 
@@ -486,6 +384,10 @@ class Tenant:
         """Send a message without waiting; dropped if the process is gone."""
         self.send(HostKind.MESSAGE, dumps(message))
 
+    def tell_soon(self, message: tuple[Any, ...]) -> None:
+        """Send a message after the answers of this turn of the loop."""
+        self._loop.call_soon(self.tell, message, context=Context())
+
     def tell_news(self, message: tuple[Any, ...]) -> None:
         """Send a message that the process may miss: a state, an event or a log record."""
         if not self.is_stalled:
@@ -499,8 +401,6 @@ class Tenant:
                 self.session.abandon(request)
         for request_id in [*self._asked]:
             self._take_resent(request_id, None)
-        for batch_id in [*self._following]:
-            self._take_contexts(batch_id, None)
 
     def close(self) -> None:
         """Close the connection; its process waits for that after its goodbye."""
