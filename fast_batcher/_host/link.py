@@ -35,7 +35,6 @@ from fast_batcher._transport.channels import HEADER_SIZE, HostKind, LoopChannel,
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import (
-    BatcherError,
     ConfigurationError,
     NotReadyError,
     WorkerStartupError,
@@ -352,10 +351,6 @@ class HostLink:
             except TimeoutError:
                 self._end_silent_host(joined)
                 return None
-            except BatcherError:  # refused
-                if process is not None:
-                    process.reap_soon()
-                raise
             on_failure.pop_all()
         if process is not None:
             process.close()
@@ -412,8 +407,7 @@ class HostLink:
     def _exchange(self, connection: socket.socket) -> tuple[Welcome, list[int]]:
         """Send the introduction; return the welcome, and the descriptors that come with it."""
         introduction = pack_message(self._hello())
-        # A host that refuses this process closes the connection without reading from it: its answer
-        # lies there, or the end.
+        # A host that ends closes the connection without reading from it: the end lies there.
         with contextlib.suppress(ConnectionError):
             connection.sendall(introduction)
         header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, MAX_DESCRIPTORS)
@@ -423,11 +417,9 @@ class HostLink:
                 os.set_inheritable(fd, False)
             header += _receive_exactly(connection, HEADER_SIZE - len(header))
             _, length = unpack_header(header)
-            answer: Welcome | messages.Refused = loads(_receive_exactly(connection, length))
-            if isinstance(answer, messages.Refused):
-                raise NotReadyError(answer.text)
+            welcome: Welcome = loads(_receive_exactly(connection, length))
             on_failure.pop_all()
-        return answer, fds
+        return welcome, fds
 
     def _finish_join(self, error: BaseException | None) -> None:
         self._is_joining = False

@@ -123,12 +123,6 @@ class Welcome(NamedTuple):
     room: int
 
 
-class Refused(NamedTuple):
-    """The host accepts no API process, and closes the connection."""
-
-    text: str
-
-
 # API process to host.
 
 

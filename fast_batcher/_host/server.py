@@ -431,8 +431,6 @@ class HostSession(LocalSession):
 # Seconds for which a connection is kept that sends no `Hello`, which clients send at once. It is no
 # API process yet: the host does not live for it.
 HELLO_TIMEOUT = 10.0
-# Seconds without accepting while clients can be neither accepted nor refused.
-ACCEPT_PAUSE = 0.1
 # Errors for which a client stays in the backlog: too many open files, or no memory.
 NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Seconds between two states that are sent without a cause: statistics need not be newer.
@@ -482,9 +480,6 @@ class HostServer:
         # A process that the server has started and that has not joined yet, if no other is left.
         self._successor: ProcessIdentity | None = None
         self._end_timer: asyncio.TimerHandle | None = None
-        # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
-        # it is gone.
-        self._reserve = os.open(os.devnull, os.O_RDONLY)
         self._reporting = Reporting()
         # The API process that was told that it reports, None without one.
         self._reporter: Tenant | None = None
@@ -501,7 +496,7 @@ class HostServer:
             connection, _ = self._listener.accept()
         except OSError as error:  # it has gone, or there are too many descriptors
             if error.errno in NO_DESCRIPTOR:
-                self._refuse(error)
+                self._step_down(f"{error}: raise the limit of open files (`ulimit -n`)")
             return
         try:
             check_peer(connection)
@@ -519,37 +514,6 @@ class HostServer:
         )
         self._strangers[tenant_id] = tenant, timer
 
-    def _refuse(self, reason: OSError) -> None:
-        """Tell the clients in the backlog that there is no descriptor for them.
-
-        They would stay there until one is free, and the loop would not rest meanwhile.
-        """
-        text = f"{reason}; raise the limit of open files (`ulimit -n`)"
-        logger.error("the host process refuses server processes: %s", text)
-        frame = pack_message(
-            messages.Refused(f"the host process refuses this server process: {text}")
-        )
-        if self._reserve >= 0:
-            os.close(self._reserve)
-        self._reserve = -1
-        try:
-            while True:
-                connection, _ = self._listener.accept()
-                # Few bytes, and the first ones: the socket takes them at once, unless it is dead.
-                with connection, contextlib.suppress(OSError):
-                    connection.send(frame)
-        except BlockingIOError:
-            pass  # all have been told
-        except OSError:  # another thread has taken the descriptor
-            self._loop.remove_reader(self._listener.fileno())
-            self._loop.call_later(ACCEPT_PAUSE, self._accept_again, context=Context())
-        with contextlib.suppress(OSError):
-            self._reserve = os.open(os.devnull, os.O_RDONLY)
-
-    def _accept_again(self) -> None:
-        if not self.ended.done() and not self._has_stepped_down:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
-
     def _drop_stranger(self, tenant_id: int) -> None:
         tenant, timer = self._strangers.pop(tenant_id)
         timer.cancel()
@@ -565,7 +529,7 @@ class HostServer:
         self._strangers.pop(tenant.id)[1].cancel()
         changed = None if self._begun is None else self._begun.find_changed_file()
         if changed is not None:
-            self._step_down(hello.name, changed)
+            self._step_down(f"{changed} has changed since a worker of the host process loaded it")
             tenant.close()
             return
         self._tenants[tenant.id] = tenant
@@ -820,16 +784,15 @@ class HostServer:
         self._tenancy.asked_to_end(monotonic())
         self._check_end()
 
-    def _step_down(self, name: str, changed: str) -> None:
-        """Take no further API process, because a file has changed; end with the present ones.
+    def _step_down(self, reason: str) -> None:
+        """Take no further API process; end with the present ones.
 
         The others find or start the next host.
         """
         logger.warning(
-            "%s: %s has changed since a worker of the host process loaded it; server processes "
-            "that open from now on share a new host process, and this one ends with the present "
-            "ones",
-            *(name, changed),
+            "%s: %s; server processes that open from now on share a new host process, and this one "
+            "ends with the present ones",
+            *("the host process" if self._begun is None else self._begun.status.name, reason),
         )
         self._loop.remove_reader(self._listener.fileno())
         # A client in the backlog reads an end of file, and replaces the closed socket.
