@@ -95,6 +95,33 @@ class _Joined(AbstractContextManager[None]):
                 self._log(error)
 
 
+# Of callers in other processes.
+_contexts = BatchContexts()
+
+
+class PickledContexts(nullcontext[None]):
+    """Context managers that were pickled one by one; it is unpickled as one that enters them."""
+
+    def __init__(self, managers: list[bytes]) -> None:
+        super().__init__()
+        self._managers = managers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return join_carried, (self._managers,)
+
+
+def join_carried(managers: list[bytes]) -> AbstractContextManager[None]:
+    """Return a context manager that enters the context managers of a `Carried`."""
+    return _contexts.join_pickled(managers)
+
+
+def restore_context(managers: list[bytes]) -> Context:
+    """Make a context in this process from the context managers of a `Carried`."""
+    context = Context()
+    context.run(join_carried(managers).__enter__)
+    return context
+
+
 Event = (
     BatchAnswered
     | BatchLost
@@ -161,7 +188,6 @@ class Observers:
         self.followers: list[Observer] = []
         # Observers that have raised; the log has the first error of each.
         self._faulty: set[int] = set()
-        self._contexts = BatchContexts()
         # Pauses of the garbage collector since the last event. A collection may begin while an
         # observer holds a lock of its own, so observers are not called from there.
         self._pauses: deque[CollectionPaused] = deque(maxlen=MAX_PAUSES)
@@ -200,12 +226,6 @@ class Observers:
             if managers:
                 found[position] = managers, is_followed
         return found
-
-    def restore_context(self, managers: list[bytes]) -> Context:
-        """Make a context of a caller in another process, from its `Carried` context managers."""
-        context = Context()
-        context.run(self._contexts.join_pickled(managers).__enter__)
-        return context
 
     def follow(
         self,

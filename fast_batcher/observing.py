@@ -164,8 +164,7 @@ class CarriedContext:
 
     # Makes the context current while it is entered; it is pickled.
     manager: AbstractContextManager[Any]
-    # Whether the batch is told when it is dispatched: its worker waits for a message to a server
-    # process and back.
+    # Whether the process of this caller may be the one whose observers follow the batch.
     is_followed: bool = True
 
 
@@ -178,12 +177,15 @@ class Observer:
     """
 
     # Whether it follows requests and batches, for traces: the events carry the context of each
-    # caller, which costs each call a copy, and every batch is told when it is dispatched and,
-    # without an answer, when it is lost.
+    # caller, which costs each call a copy, and every batch is told when it is dispatched (with
+    # `shared`, when it has ended) and, without an answer, when it is lost.
     needs_context = False
 
     def batch_dispatched(self, event: BatchDispatched) -> AbstractContextManager[Any] | None:
         """Take note of a batch before it is sent; called if `needs_context` is True.
+
+        With `shared` the call comes when the batch has ended, immediately before `batch_answered`
+        or `batch_lost`, and what it returns is not used.
 
         Returns:
             None, or a context manager that is entered around the computation of the batch: in the
@@ -194,10 +196,9 @@ class Observer:
         """Return the part of a caller's context that other processes need.
 
         Called if `needs_context` is True, for each request of a batcher with `shared`. In the
-        process that gets the batch's events, `BatchDispatched.contexts` has the contexts of its own
-        callers, and for other callers contexts in which `CarriedContext.manager` was entered. If no
-        caller of a batch is followed, the manager of the first one is entered around its
-        computation.
+        process that gets the batch's events, the contexts of callers are new ones in which
+        `CarriedContext.manager` was entered. The manager of the first followed caller of a batch,
+        or of its first caller if none is followed, is entered around its computation.
 
         Returns:
             None if the observer ignores this caller. By default every caller is followed,

@@ -8,7 +8,8 @@
 
 The observer runs in the API process. The batch's span begins there when the batch is dispatched.
 Its context goes with the batch, in the W3C format, and is made current around `infer`. With
-`shared`, the API process of one sampled caller makes all spans of the batch.
+`shared`, the API process of one sampled caller makes all spans of the batch after its end, and the
+context of that caller is current around `infer`.
 """
 
 import time

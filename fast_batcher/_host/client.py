@@ -19,7 +19,6 @@ import math
 import os
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
@@ -36,21 +35,20 @@ from fast_batcher._core.values import (
     State,
     settle,
 )
+from fast_batcher._host import messages
 from fast_batcher._host.link import HostLink, find_key, make_generation, make_hello
+from fast_batcher._host.messages import Generation, Handlers, Hello, HostState, Welcome
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     FRAME_SIZE,
     MOST_IN_FRAME,
-    Generation,
-    Hello,
-    HostState,
     Row,
-    Welcome,
     pack_key,
     pack_options,
     unpack_error,
     unpack_failure,
 )
+from fast_batcher._observers import Event as ObserverEvent
 from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
@@ -65,8 +63,8 @@ from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Loop
 from fast_batcher._session.outcomes import CostEvaluator, timeout_of
 from fast_batcher._session.session import Session
 from fast_batcher._shared_memory.inputs import Slab, Slabs
-from fast_batcher._transport.channels import Frame, Kind
-from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
+from fast_batcher._transport.channels import HostKind
+from fast_batcher._transport.pickling import dump_atoms, dumps, measure_size, one_line
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -205,16 +203,17 @@ class RemoteSession(Session):
         loop = self.binding.loop
         self._model = model
         self._live = live
+        self._inputs = HostInputs(settings, loop, self._name)
         self._link = HostLink(
             self._key,
             self._introduce,
             settings.max_frame_bytes + FRAME_ROOM,
             settings.start_timeout,
             self,
+            self._list_handlers(),
             loop,
             self._name,
         )
-        self._inputs = HostInputs(settings, loop, self._name)
         self._evaluator = CostEvaluator(settings, self._name, methods)
         # The requests without an outcome; of these the ones to be sent, by id.
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
@@ -230,19 +229,17 @@ class RemoteSession(Session):
         )
         # The last state that the host has sent; None before the first, and without a host.
         self._host: HostState | None = None
-        # Calls of `reload` without an outcome, by number; and the frames of the calls that wait
-        # for a host.
+        # Calls of `reload` without an outcome, by number; and the calls that wait for a host.
         self._reloads: dict[int, asyncio.Future[None]] = {}
         self._reload_numbers = itertools.count()
-        self._unsent_reloads: list[bytes] = []
+        self._unsent_reloads: list[messages.ReloadCall] = []
         # Whether a host was open.
         self._was_open = False
         # The figures of that state, or of the last one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
-        # Empty without observers that follow batches; and the batches that they follow, by id.
+        # Empty without observers that follow batches.
         self._followers = ledger.observers.followers
-        self._followed: dict[int, BatchDispatched] = {}
         # Whether the host sends events for the observers.
         self._is_observed = False
         # Whether this process reports: as the host has said, and without a host for itself.
@@ -303,13 +300,13 @@ class RemoteSession(Session):
                 self._send(arrivals[begin : begin + MOST_IN_FRAME])
         if self._abandoned:
             abandoned, self._abandoned = self._abandoned, []
-            self._link.send(Kind.ABANDON, dumps(abandoned))
+            self._link.tell(messages.Abandon(abandoned))
 
     def _send(self, requests: list[Request]) -> None:
         """Send requests, in one frame if their inputs are small; fail unsendable ones."""
         body = dump_atoms([request.value for request in requests], FRAME_SIZE)
         if body is not None:
-            self._send_frame(Kind.CALLS, requests, body)
+            self._send_frame(requests, body)
             return
         unsendable: list[tuple[Request, BatcherError]] = []
         sent: list[Request] = []
@@ -324,30 +321,31 @@ class RemoteSession(Session):
             packed.append(item)
             size += len(item) if isinstance(item, bytes) else 0
             if size >= FRAME_SIZE:
-                self._send_frame(Kind.ITEM_CALLS, sent, packed)
+                self._send_frame(sent, packed)
                 sent, packed, size = [], [], 0
         if sent:
-            self._send_frame(Kind.ITEM_CALLS, sent, packed)
+            self._send_frame(sent, packed)
         for request, error in unsendable:
             self._fail_unsendable(request, error)
 
-    def _send_frame(self, kind: int, requests: list[Request], inputs: Any) -> None:
+    def _send_frame(self, requests: list[Request], inputs: bytes | list[bytes | Row]) -> None:
         for request in requests:
             request.phase = SENT
         self._sent += len(requests)
         self._room -= len(requests)
         ids = [request.id for request in requests]
         contexts = self._ledger.observers.carry(requests) if self._followers else None
-        self._link.send(kind, dumps((ids, inputs, pack_options(requests), contexts)))
+        self._link.send(HostKind.CALLS, dumps((ids, inputs, pack_options(requests), contexts)))
 
     def _resend(self, request_id: int) -> None:
         """Send the input of a request once more: the worker that had it in its memory is dead."""
         request = self._open.find(request_id)
         item = None if request is None else self._inputs.pickle(request.value)
-        if request is not None and isinstance(item, BatcherError):
+        if isinstance(item, BatcherError):
+            assert request is not None, "its input was pickled"
             self._fail_unsendable(request, item)
             item = None
-        self._link.send(Kind.RESENT, dumps((request_id, item)))
+        self._link.tell(messages.Resent(request_id, item))
 
     def _fail_unsendable(self, request: Request, error: BatcherError) -> None:
         if settle(request):
@@ -356,40 +354,21 @@ class RemoteSession(Session):
 
     # Answers: from the host to the callers.
 
-    def frame_arrived(self, frame: Frame) -> None:
-        """Handle a frame of the host."""
-        kind = frame.kind
-        if kind == Kind.ANSWERS:
-            self._answer(*loads(frame.body))
-        elif kind == Kind.ITEM_ANSWERS:
-            ids, packed, room = loads(frame.body)
-            self._answer(ids, packed, room, self._read_outcome)
-        elif kind == Kind.FREED_INPUTS:
-            self._inputs.free(loads(frame.body))
-        elif kind == Kind.RESEND:
-            for request_id in loads(frame.body):
-                self._resend(request_id)
-        else:
-            self._take_news(frame)
-
-    def _take_news(self, frame: Frame) -> None:
-        """Handle a frame that is not about requests."""
-        if frame.kind == Kind.REPORT:
-            self._report(loads(frame.body))
-        elif frame.kind == Kind.GENERATION:
-            self._take_generation(loads(frame.body))
-        elif frame.kind == Kind.RECONFIGURED:
-            self._merge_settings(loads(frame.body))
-        elif frame.kind == Kind.RELOADED:
-            self._finish_reload(*loads(frame.body))
-        elif frame.kind in (Kind.EVENT, Kind.FOLLOW, Kind.FOLLOWED):
-            self._take_event(frame)
-        elif frame.kind in (Kind.STATE, Kind.FAREWELL):
-            self._link.host_ends = bool(frame.batch_id)
-            self._follow(HostState(*loads(frame.body)))
-            if frame.kind == Kind.STATE and self._hung_up is None:
-                self._link.send(Kind.STATE_READ)
-                self._observe()
+    def _list_handlers(self) -> Handlers:
+        return {
+            HostKind.ANSWERS: self._answer,
+            HostKind.ITEM_ANSWERS: functools.partial(self._answer, read=_read_outcome),
+            messages.FreedInputs: self._inputs.free,
+            messages.Resend: self._resend,
+            messages.StateSent: self._take_state,
+            messages.Reconfigure: self._merge_settings,
+            messages.ReloadBegun: self._model.begin_reload,
+            messages.ReloadEnded: self._take_generation,
+            messages.Reloaded: self._finish_reload,
+            messages.Told: self._tell,
+            messages.Followed: self._tell_followers,
+            messages.ReporterChosen: self._report,
+        }
 
     def _answer(
         self,
@@ -418,11 +397,6 @@ class RemoteSession(Session):
                 pass
         if self._drained is not None:
             self._notice_drained()
-
-    def _read_outcome(self, packed: Any) -> Any:
-        if isinstance(packed, bytes):
-            return decode(packed)
-        return unpack_failure(packed)
 
     def _expire(self) -> None:
         """Expire the requests that the host should have ended before."""
@@ -543,58 +517,15 @@ class RemoteSession(Session):
         """Ask the host for events, once there is an observer."""
         if self._ledger.observers.active and not self._is_observed:
             self._is_observed = True
-            self._link.send(Kind.OBSERVE)
+            self._link.tell(messages.Observe())
 
-    def _take_event(self, frame: Frame) -> None:
-        """Call the observers of this process."""
-        observers = self._ledger.observers
-        if frame.kind == Kind.FOLLOW:
-            self._follow_batch(*loads(frame.body))
-        elif frame.kind == Kind.FOLLOWED:
-            self._end_batch(*loads(frame.body))
-        elif frame.batch_id:
-            observers.tell(loads(frame.body), follow=False)
-        else:
-            observers.tell(loads(frame.body))
+    def _tell(self, event: ObserverEvent, follow: bool | None) -> None:
+        self._ledger.observers.tell(event, follow=follow)
 
-    def _follow_batch(
-        self, event: BatchDispatched, callers: list[int | list[bytes] | None]
-    ) -> None:
-        """Tell the observers of a batch; the host waits for the contexts that they give."""
-        event = replace(event, contexts=[self._find_context(caller) for caller in callers])
-        self._followed[event.batch_id] = event
-        given = self._ledger.observers.follow(event, dumps)
-        self._link.send(Kind.BATCH_CONTEXTS, dumps((event.batch_id, given)))
-
-    def _find_context(self, caller: int | list[bytes] | None) -> Context | None:
-        """Return the context of a caller: of this process by the request's id, or of another."""
-        if isinstance(caller, int):
-            request = self._open.find(caller)
-            return None if request is None else request.context
-        return None if caller is None else self._ledger.observers.restore_context(caller)
-
-    def _end_batch(
-        self, batch_id: int, end: BatchAnswered | str, positions: list[int | None]
-    ) -> None:
-        """Tell the observers of the end of a batch that they follow."""
-        dispatched = self._followed.pop(batch_id, None)
-        if dispatched is None:  # this process did not read when it was dispatched
-            return
-        if isinstance(end, str):
-            self._ledger.observers.tell(BatchLost(dispatched, end), follow=True)
-            return
-        contexts = [None if at is None else dispatched.contexts[at] for at in positions]
-        requests = [
-            replace(request, context=context)
-            for request, context in zip(end.requests, contexts, strict=True)
-        ]
-        event = replace(end, requests=requests, dispatched=dispatched)
-        self._ledger.observers.tell(event, follow=True)
-
-    def _lose_batches(self, reason: str) -> None:
-        """Tell the observers that the batches that they follow have no answer."""
-        for batch_id in [*self._followed]:
-            self._end_batch(batch_id, reason, [])
+    def _tell_followers(self, dispatched: BatchDispatched, end: BatchAnswered | BatchLost) -> None:
+        """Tell the observers that follow batches of a batch that has ended."""
+        self._ledger.observers.follow(dispatched, lambda context: context)
+        self._ledger.observers.tell(end, follow=True)
 
     def _report(self, is_reporter: bool) -> None:
         """Begin or cease to report."""
@@ -618,9 +549,9 @@ class RemoteSession(Session):
     def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
-        self._link.send(Kind.RECONFIGURE, dumps(self._live.changes))  # some after the introduction
-        for body in self._unsent_reloads:
-            self._link.send(Kind.RELOAD, body)
+        self._link.tell(messages.Reconfigure(self._live.changes))  # some after the introduction
+        for call in self._unsent_reloads:
+            self._link.tell(call)
         self._unsent_reloads.clear()
         self._report(False)  # the host tells which process does
         self._inputs.use(memory, welcome.start, welcome.length)
@@ -656,7 +587,6 @@ class RemoteSession(Session):
         # A host whose first state has not come may have workers.
         is_open = host is None or host.state == State.OPEN or host.workers_ready > 0
         self._retry_requests(had_workers=is_open)
-        self._lose_batches("host lost")
         self._model.end_reload()
         for number in [*self._reloads]:
             text = f"{self._name}: the host process died while it reloaded"
@@ -700,6 +630,13 @@ class RemoteSession(Session):
             self._break(reason, delay)
         self._link.join_later(delay)
 
+    def _take_state(self, host: HostState, is_last: bool) -> None:
+        self._link.host_ends = is_last
+        self._follow(host)
+        if self._hung_up is None:
+            self._link.tell(messages.StateRead())
+            self._observe()
+
     def _follow(self, host: HostState) -> None:
         """Bring the batcher into the state of its host."""
         self._host = host
@@ -742,7 +679,7 @@ class RemoteSession(Session):
         """Send the changes to the host, for all API processes."""
         self._flush()  # requests that came before the change
         self._use(settings)
-        self._link.send(Kind.RECONFIGURE, dumps(self._live.changes))
+        self._link.tell(messages.Reconfigure(self._live.changes))
 
     def _use(self, settings: Settings) -> None:
         self.settings = settings
@@ -765,11 +702,11 @@ class RemoteSession(Session):
     async def reload(self, model_spec: ModelSpec) -> None:
         """Let the host replace its workers by workers with another model."""
         number = next(self._reload_numbers)
-        body = dumps((number, tuple(make_generation(0, model_spec))))
+        call = messages.ReloadCall(number, make_generation(0, model_spec))
         if self._link.is_connected:
-            self._link.send(Kind.RELOAD, body)
+            self._link.tell(call)
         else:
-            self._unsent_reloads.append(body)
+            self._unsent_reloads.append(call)
         outcome = self._reloads[number] = self.binding.loop.create_future()
         await outcome
 
@@ -795,22 +732,16 @@ class RemoteSession(Session):
             )
             self._end_reload(number, error)
 
-    def _take_generation(self, fields: tuple[Any, ...] | None) -> None:
+    def _take_generation(self, generation: Generation) -> None:
         """Follow the model of the host, which this or another API process has reloaded."""
-        if fields is None:
-            self._model.begin_reload()
-            return
-        generation, spec = Generation(*fields), self._model.spec
-        self._ledger.counters.generation = generation.number
-        if generation.weights == spec.weights:
+        number, model, weights, _ = generation
+        spec = self._model.spec
+        self._ledger.counters.generation = number
+        if weights == spec.weights:
             self._model.end_reload()
             return
-        self._model.end_reload(
-            replace(spec, pickled=generation.model, weights=generation.weights, arguments=None)
-        )
-        logger.info(
-            "%s: the workers have another model, generation %d", self._name, generation.number
-        )
+        self._model.end_reload(replace(spec, pickled=model, weights=weights, arguments=None))
+        logger.info("%s: the workers have another model, generation %d", self._name, number)
 
     def begin_drain(self) -> None:
         """Do nothing: the batcher sends no further requests."""
@@ -844,12 +775,15 @@ class RemoteSession(Session):
 
     def _release(self) -> None:
         """Close everything; may be called again."""
-        self._lose_batches("closed")
         self._host = None
         self._report(False)
         self._stop_timer()
         self._link.close()
         self._inputs.close()
+
+
+def _read_outcome(packed: bytes | tuple[Any, ...]) -> Any:
+    return decode(packed) if isinstance(packed, bytes) else unpack_failure(packed)
 
 
 def keep_deadline(request: Request, max_latency: float | None) -> None:

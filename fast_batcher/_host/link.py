@@ -6,6 +6,7 @@ loop's thread.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -21,28 +22,21 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, Heartbeat
+from fast_batcher._host import messages
 from fast_batcher._host.identity import HostKey, digest, find_module_file, kill_process, make_key
 from fast_batcher._host.launch import HostProcess, launch_host
-from fast_batcher._host.protocol import MAX_DESCRIPTORS, Generation, Hello, Welcome
+from fast_batcher._host.messages import Generation, Handlers, Hello, Welcome, dispatch, pack_message
+from fast_batcher._host.protocol import MAX_DESCRIPTORS
 from fast_batcher._host.rendezvous import Joined, connect, replace_silent
 from fast_batcher._parent.staging import JobThread
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import LiveSettings
-from fast_batcher._transport.channels import (
-    HEADER_SIZE,
-    Frame,
-    Kind,
-    LoopChannel,
-    pack_header,
-    unpack_header,
-)
+from fast_batcher._transport.channels import HEADER_SIZE, HostKind, LoopChannel, unpack_header
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import (
-    BatcherError,
     ConfigurationError,
     NotReadyError,
-    TransportError,
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
@@ -198,9 +192,6 @@ class LinkEvents(Protocol):
     def host_lost(self) -> None:
         """Handle the end of the connection."""
 
-    def frame_arrived(self, frame: Frame, /) -> None:
-        """Handle a frame, whose body is valid during the call only."""
-
 
 class HostLink:
     """A connection to the host of a key, on one event loop."""
@@ -212,6 +203,7 @@ class HostLink:
         max_frame_bytes: int,
         start_timeout: float,
         events: LinkEvents,
+        handlers: Handlers,
         loop: asyncio.AbstractEventLoop,
         name: str,
     ) -> None:
@@ -221,6 +213,11 @@ class HostLink:
         self._events = events
         self._loop = loop
         self._name = name
+        self._handlers: Handlers = {
+            messages.Pong: self._note_pong,
+            messages.Log: _handle_record,
+            **handlers,
+        }
         self._thread = JobThread(loop, f"fast_batcher-host-{name}")
         self._reached: Reached | None = None
         # Whether the host has said that it ends, and hangs up when it is dead.
@@ -266,10 +263,14 @@ class HostLink:
         self._may_start = may_start
         self._join_timer = self._loop.call_later(seconds, self.join, context=Context())
 
-    def send(self, kind: int, body: bytes = b"") -> None:
+    def send(self, kind: int, body: bytes) -> None:
         """Send a frame without waiting; without a host it is dropped."""
         if self._channel is not None:
             self._channel.send(kind, 0, body)
+
+    def tell(self, message: tuple[Any, ...]) -> None:
+        """Send a message without waiting; without a host it is dropped."""
+        self.send(HostKind.MESSAGE, dumps(message))
 
     def read_all(self) -> None:
         """Handle the frames that have arrived. Do not call it while a frame is handled."""
@@ -284,7 +285,7 @@ class HostLink:
             self._join_timer.cancel()
             self._join_timer = None
         if not was_leaving:
-            self.send(Kind.GOODBYE)
+            self.tell(messages.Goodbye())
         return self.is_connected or self._is_joining
 
     def say_goodbye(self, seconds: float) -> None:
@@ -296,7 +297,7 @@ class HostLink:
             return
         if self._channel is None:  # it was reached, and the loop was not told
             self._channel = self._open_channel(self._reached)
-            self.send(Kind.GOODBYE)
+            self.tell(messages.Goodbye())
         poll = select.poll()
         connection = self._reached.connection
         while self._channel is not None:
@@ -350,10 +351,6 @@ class HostLink:
             except TimeoutError:
                 self._end_silent_host(joined)
                 return None
-            except BatcherError:  # refused
-                if process is not None:
-                    process.reap_soon()
-                raise
             on_failure.pop_all()
         if process is not None:
             process.close()
@@ -409,24 +406,18 @@ class HostLink:
 
     def _exchange(self, connection: socket.socket) -> tuple[Welcome, list[int]]:
         """Send the introduction; return the welcome, and the descriptors that come with it."""
-        body = dumps(self._hello())
-        # A host that refuses this process closes the connection without reading from it: its answer
-        # lies there, or the end.
+        introduction = pack_message(self._hello())
+        # A host that ends closes the connection without reading from it: the end lies there.
         with contextlib.suppress(ConnectionError):
-            connection.sendall(pack_header(Kind.HELLO, len(body), 0, 0.0) + body)
+            connection.sendall(introduction)
         header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, MAX_DESCRIPTORS)
         with contextlib.ExitStack() as on_failure:
             for fd in fds:
                 on_failure.callback(os.close, fd)
                 os.set_inheritable(fd, False)
             header += _receive_exactly(connection, HEADER_SIZE - len(header))
-            kind, length = unpack_header(header)
-            body = _receive_exactly(connection, length)
-            if kind == Kind.REFUSED:
-                raise NotReadyError(loads(body))
-            if kind != Kind.WELCOME:
-                raise TransportError("the host process has not answered with a welcome")
-            welcome = Welcome(*loads(body))
+            _, length = unpack_header(header)
+            welcome: Welcome = loads(_receive_exactly(connection, length))
             on_failure.pop_all()
         return welcome, fds
 
@@ -442,23 +433,16 @@ class HostLink:
         self._events.host_joined(reached.welcome, reached.memory)
         self._channel.attach(self._loop)
         if self._leaving.is_set():
-            self.send(Kind.GOODBYE)
+            self.tell(messages.Goodbye())
         self._beat()
 
     def _open_channel(self, reached: Reached) -> LoopChannel:
         ends = (reached.connection, reached.connection)
-        return LoopChannel(ends, self._limits[0], self._take, self._hung_up)
+        take = functools.partial(dispatch, handlers=self._handlers)
+        return LoopChannel(ends, self._limits[0], take, self._hung_up)
 
-    def _take(self, frame: Frame) -> None:
-        if frame.kind == Kind.PONG:
-            self._heartbeat.answered(0)
-        elif frame.kind == Kind.LOG:
-            record = unpack_record(bytes(frame.body))
-            target = logging.getLogger(record.name)
-            if target.isEnabledFor(record.levelno):
-                target.handle(record)
-        else:
-            self._events.frame_arrived(frame)
+    def _note_pong(self) -> None:
+        self._heartbeat.answered(0)
 
     # Death.
 
@@ -480,7 +464,7 @@ class HostLink:
             if not is_killed:
                 self._hung_up(None)
         elif to_ping:
-            self.send(Kind.PING)
+            self.tell(messages.Ping())
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
@@ -517,3 +501,10 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
+
+
+def _handle_record(packed: bytes) -> None:
+    record = unpack_record(packed)
+    target = logging.getLogger(record.name)
+    if target.isEnabledFor(record.levelno):
+        target.handle(record)

@@ -1,44 +1,17 @@
-"""Messages between API processes and their host, as frames over one socket.
+"""Requests and outcomes as parts of frames. Pure; API process and host.
 
-    API process                                   host
-    HELLO: settings, model                  -->   starts the workers, unless it has them
-                                            <--   WELCOME: its process, a range of shared memory
-    CALLS, ITEM_CALLS: ids, inputs,
-    options, contexts                       -->
-                                            <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
-    ABANDON, OBSERVE, PING               -->
-                                            <--   STATE, FREED_INPUTS, LOG, EVENT, REPORT, PONG
-                                            <--   FOLLOW: batch
-    BATCH_CONTEXTS: context managers        -->
-                                            <--   FOLLOWED: its answer or loss
-    RECONFIGURE: changes                    -->
-                                            <--   RECONFIGURED: changes, to each API process
-    RELOAD: number, model                   -->
-                                            <--   GENERATION, to each API process: a reload begins
-                                            <--   GENERATION, to each: the model of all workers
-                                            <--   RELOADED: number, error
-    STATE_READ                              -->
-                                            <--   RESEND: ids
-    RESENT: id, input                       -->
-    GOODBYE                                 -->
-                                            <--   FAREWELL
-
-Both processes run the same version of the library, with the same settings. The requests of one turn
-of an event loop are one frame, and so are the answers. The host unpickles only what this module
-defines: inputs, outputs and exceptions of the app are bytes to it. Pure; API process and host.
+The host unpickles no input, output or exception of the app: these are bytes to it.
 """
 
 import hashlib
 import io
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 from fast_batcher._core.values import Failure, Group, Request
-from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, InputError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES
-from fast_batcher.stats import BatcherStats, Explanation
 
 # Bytes of inputs or outputs after which another frame begins. Frames of other batchers' processes
 # wait behind it.
@@ -57,83 +30,6 @@ MAX_RANGES = 16
 MAX_DESCRIPTORS = 2
 
 assert MAX_FRAME_BYTES > FRAME_SIZE, "one value may be a frame"
-
-
-class Generation(NamedTuple):
-    """A model that all workers have loaded, or shall load.
-
-    Each API process remembers the last one, and tells it to the next host. Of two the one with the
-    higher number is used by all.
-    """
-
-    # Number of the reload that has brought it; 0 for the model given to the constructor.
-    number: int
-    # `ModelSpec.pickled` and `ModelSpec.weights`.
-    model: bytes
-    weights: str
-    # Texts and paths in the model's arguments, which may name files.
-    named_paths: list[str]
-
-
-class Hello(NamedTuple):
-    """An API process introduces itself."""
-
-    # The batcher's as constructed, plain values only; and their changes, as in `LiveSettings`.
-    settings: dict[str, Any]
-    changes: dict[str, tuple[float, Any]]
-    # Whether the settings have a function for costs, and one for groups.
-    has_costs: bool
-    has_groups: bool
-    name: str
-    model_name: str
-    generation: Generation
-    # The methods, as in `ModelSpec`.
-    methods: tuple[tuple[str, int | None], ...]
-    sys_path: list[str]
-    # Levels of the root logger and of the library's, and `logging.captureWarnings`.
-    root_level: int
-    library_level: int
-    captures_warnings: bool
-    # Whether events are wanted.
-    observes: bool
-    # Whether the batcher was open before, with another host.
-    was_open: bool
-    # The process after whose death no further API process will come, or None.
-    supervisor: int | None
-    # Whether other processes may share the host.
-    is_shared: bool
-
-
-class Welcome(NamedTuple):
-    """The host accepts an API process.
-
-    With a range of memory, two descriptors come with the frame: the memory, and the writing end of
-    the range's *lifeline*. The host reads the end of that pipe once no process has the range
-    mapped any more, neither this API process nor a forked child of it.
-    """
-
-    process: ProcessIdentity
-    # The range of the memory that the API process may write, in bytes; no range if the length is 0.
-    start: int
-    length: int
-    # Requests for which the queue has room.
-    room: int
-
-
-class HostState(NamedTuple):
-    """State and statistics of a host."""
-
-    # A `State` of the batcher in the host.
-    state: str
-    workers_ready: int
-    stats: BatcherStats
-    explanation: Explanation
-    # The error and the traceback of a failed start; the reason and the seconds until the next try
-    # after all restarts were spent. Both None otherwise.
-    start_error: tuple[bytes, str] | None = None
-    given_up: tuple[str, float] | None = None
-    # Missing resources of workers without a place in a cluster; "" if none are missing.
-    waits_for: str = ""
 
 
 class Pickled:

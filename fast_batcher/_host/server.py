@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import replace
 from math import inf
@@ -27,24 +28,25 @@ from fast_batcher._core.host import Reporting, Tenancy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Group, Request, State, settle
 from fast_batcher._file_state import FileState, read_state
+from fast_batcher._host import messages
 from fast_batcher._host.identity import ProcessIdentity, find_youngest_child, identify_process
-from fast_batcher._host.protocol import (
-    FRAME_ROOM,
-    MAX_RANGES,
-    SHARED_PART,
+from fast_batcher._host.messages import (
     Generation,
+    Handlers,
     Hello,
     HostState,
     Welcome,
-    pack_error,
+    pack_message,
 )
+from fast_batcher._host.protocol import FRAME_ROOM, MAX_RANGES, SHARED_PART, pack_error
 from fast_batcher._host.rendezvous import check_peer, has_rival
 from fast_batcher._host.tenant import (
+    CallerContext,
     HostSender,
     OpaquePickler,
     Tenant,
-    find_followed,
 )
+from fast_batcher._observers import PickledContexts
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_handle import Exit, WorkerHandle
@@ -54,9 +56,8 @@ from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Stat
 from fast_batcher._session.session import LocalSession
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
-from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher._transport.logs import pack_record
-from fast_batcher._transport.pickling import dumps, loads, one_line
+from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import (
     BatcherError,
     ConfigurationError,
@@ -106,47 +107,67 @@ class LogForwarder(logging.Handler):
             self._stderr.handle(record)
             return
         try:
-            reader.tell(Kind.LOG, pack_record(record))
+            reader.tell_news(messages.Log(pack_record(record)))
         except Exception:  # noqa: BLE001  as handlers of Python do: the text may not fit its values
             self.handleError(record)
 
 
 class EventForwarder(Observer):
-    """Observer that passes events on."""
+    """Observer that passes events on: batches of followed callers to one caller's process, too."""
+
+    needs_context = True
 
     def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
 
-    def _report(self, event: RequestEnded | WorkerChanged) -> None:
+    def _report(
+        self, event: BatchAnswered | RequestEnded | WorkerChanged, *, follow: bool | None = None
+    ) -> None:
         reporter = self._find_reporter()
         if reporter is not None:
-            reporter.tell(Kind.EVENT, dumps(event))
+            reporter.tell_news(messages.Told(event, follow))
 
-    request_ended = worker_changed = _report
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Report a change of a worker."""
+        self._report(event)
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Report the end of a request."""
+        self._report(replace(event, context=None))
+
+    def batch_dispatched(self, event: BatchDispatched) -> AbstractContextManager[Any] | None:
+        """Return the context in which the worker computes the batch."""
+        chosen = _choose_context(event)
+        return None if chosen is None else PickledContexts(chosen.managers)
 
     def batch_answered(self, event: BatchAnswered) -> None:
-        """Report an answered batch, and tell the process that follows it."""
-        followed, event = event.dispatched, replace(event, dispatched=None)
-        reporter = self._find_reporter()
-        if reporter is not None:
-            reporter.tell(Kind.EVENT, dumps(event), number=followed is not None)
-        if followed is not None:
-            at = {id(context): position for position, context in enumerate(followed.contexts)}
-            positions = [at.get(id(request.context)) for request in event.requests]
-            _end_followed(followed, event, positions)
+        """Report an answered batch."""
+        is_followed = event.dispatched is not None and self._tell_follower(event, event.dispatched)
+        requests = [
+            request if request.context is None else replace(request, context=None)
+            for request in event.requests
+        ]
+        event = replace(event, requests=requests, dispatched=None)
+        self._report(event, follow=False if is_followed else None)
 
     def batch_lost(self, event: BatchLost) -> None:
         """Tell the process that follows it of a batch without an answer."""
-        _end_followed(event.dispatched, event.reason, [])
+        self._tell_follower(event, event.dispatched)
+
+    def _tell_follower(self, event: BatchAnswered | BatchLost, dispatched: BatchDispatched) -> bool:
+        """Tell the process of the first followed caller; return whether there is one."""
+        chosen = _choose_context(dispatched)
+        if chosen is None or not chosen.is_followed:
+            return False
+        chosen.tenant.tell_soon(messages.Followed(dispatched, event))
+        return True
 
 
-def _end_followed(
-    dispatched: BatchDispatched, end: BatchAnswered | str, positions: list[int | None]
-) -> None:
-    contexts: Any = dispatched.contexts
-    followed = find_followed(contexts)
-    assert followed is not None, "otherwise no process was told of it"
-    followed.tenant.end_batch(dispatched.batch_id, end, positions)
+def _choose_context(event: BatchDispatched) -> CallerContext | None:
+    """Return the context of the first followed caller, or else of the first with a context."""
+    contexts: Sequence[Any] = event.contexts
+    present = [context for context in contexts if context is not None]
+    return min(present, key=lambda context: not context.is_followed, default=None)
 
 
 logger = logging.getLogger("fast_batcher")
@@ -300,10 +321,9 @@ class HostSession(LocalSession):
         return RayWorker(self._cluster, self.sender, *arguments)
 
     def _make_sender(self) -> BatchSender:
-        self.host_sender = HostSender(
+        return HostSender(
             self.settings, self.memory, self.pool.workers, self._name, OpaquePickler(0)
         )
-        return self.host_sender
 
     def _make_evaluator(self, methods: Sequence[Method]) -> None:
         """Make none: the API processes have called the user's functions."""
@@ -313,6 +333,7 @@ class HostSession(LocalSession):
         error = self.status.broken_error()
         if error is None:
             super().accept(request)
+            request.context = None  # the copied context is the host's own
         else:
             settle(request)
             set_exception(request, error)
@@ -357,15 +378,15 @@ class HostSession(LocalSession):
         if observer not in self._observers.active:
             self._observers.add(observer)
 
-    def pack_state(self) -> bytes:
-        """Pack the state and the statistics for the API processes."""
+    def describe_state(self) -> HostState:
+        """Describe the state and the statistics to the API processes."""
         error = self.status.broken_error()
         start_error = given_up = None
         if isinstance(error, NotReadyError):
             given_up = (self.status.given_up or "", error.retry_after or 0.0)
         elif error is not None:
             start_error = pack_error(error)
-        state = HostState(
+        return HostState(
             state=str(self.status.state),
             workers_ready=self.load[0],
             stats=self.read_stats(),
@@ -374,7 +395,6 @@ class HostSession(LocalSession):
             given_up=given_up,
             waits_for="" if self._cluster is None else self._cluster.describe_wait(),
         )
-        return dumps(tuple(state))
 
     async def aclose(self) -> None:
         """Finish the accepted requests, unless it is broken, and end the workers."""
@@ -408,11 +428,9 @@ class HostSession(LocalSession):
         self._on_change()
 
 
-# Seconds for which a connection is kept that sends no HELLO, which clients send at once. It is no
+# Seconds for which a connection is kept that sends no `Hello`, which clients send at once. It is no
 # API process yet: the host does not live for it.
 HELLO_TIMEOUT = 10.0
-# Seconds without accepting while clients can be neither accepted nor refused.
-ACCEPT_PAUSE = 0.1
 # Errors for which a client stays in the backlog: too many open files, or no memory.
 NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Seconds between two states that are sent without a cause: statistics need not be newer.
@@ -430,7 +448,7 @@ class HostServer:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._tenancy = Tenancy(monotonic())
         self._tenants: dict[int, Tenant] = {}
-        # Connections without a HELLO, by the tenant's id, with the timers that end them.
+        # Connections without a `Hello`, by the tenant's id, with the timers that end them.
         self._strangers: dict[int, tuple[Tenant, asyncio.TimerHandle]] = {}
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
@@ -440,7 +458,16 @@ class HostServer:
         self._groups = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
-        self._session: HostSession | None = None
+        self._begun: HostSession | None = None
+        # Handlers of messages that are not about requests.
+        self._handlers: Handlers = {
+            messages.Ping: lambda tenant: tenant.tell(messages.Pong()),
+            messages.StateRead: lambda tenant: self._reporting.state_read(tenant.id),
+            messages.Observe: self._observe,
+            messages.Reconfigure: self._merge_settings,
+            messages.ReloadCall: self._call_reload,
+            messages.Goodbye: self._see_off,
+        }
         # The reload that runs, None without one; and the last generation that an API process knows.
         self._reload: asyncio.Task[None] | None = None
         self._newest: Generation | None = None
@@ -453,9 +480,6 @@ class HostServer:
         # A process that the server has started and that has not joined yet, if no other is left.
         self._successor: ProcessIdentity | None = None
         self._end_timer: asyncio.TimerHandle | None = None
-        # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
-        # it is gone.
-        self._reserve = os.open(os.devnull, os.O_RDONLY)
         self._reporting = Reporting()
         # The API process that was told that it reports, None without one.
         self._reporter: Tenant | None = None
@@ -472,7 +496,7 @@ class HostServer:
             connection, _ = self._listener.accept()
         except OSError as error:  # it has gone, or there are too many descriptors
             if error.errno in NO_DESCRIPTOR:
-                self._refuse(error)
+                self._step_down(f"{error}: raise the limit of open files (`ulimit -n`)")
             return
         try:
             check_peer(connection)
@@ -482,42 +506,13 @@ class HostServer:
             return
         connection.setblocking(False)
         tenant_id, self._next_id = self._next_id, self._next_id + 1
-        limit = MAX_FRAME_BYTES if self._session is None else self._session.settings.max_frame_bytes
+        limit = MAX_FRAME_BYTES if self._begun is None else self._begun.settings.max_frame_bytes
         tenant = Tenant(tenant_id, connection, limit + FRAME_ROOM, self._loop, self)
+        tenant.handle({messages.Hello: self._admit})
         timer = self._loop.call_later(
             HELLO_TIMEOUT, self._drop_stranger, tenant_id, context=Context()
         )
         self._strangers[tenant_id] = tenant, timer
-
-    def _refuse(self, reason: OSError) -> None:
-        """Tell the clients in the backlog that there is no descriptor for them.
-
-        They would stay there until one is free, and the loop would not rest meanwhile.
-        """
-        text = f"{reason}; raise the limit of open files (`ulimit -n`)"
-        logger.error("the host process refuses server processes: %s", text)
-        body = dumps(f"the host process refuses this server process: {text}")
-        frame = pack_header(Kind.REFUSED, len(body), 0, 0.0) + body
-        if self._reserve >= 0:
-            os.close(self._reserve)
-        self._reserve = -1
-        try:
-            while True:
-                connection, _ = self._listener.accept()
-                # Few bytes, and the first ones: the socket takes them at once, unless it is dead.
-                with connection, contextlib.suppress(OSError):
-                    connection.send(frame)
-        except BlockingIOError:
-            pass  # all have been told
-        except OSError:  # another thread has taken the descriptor
-            self._loop.remove_reader(self._listener.fileno())
-            self._loop.call_later(ACCEPT_PAUSE, self._accept_again, context=Context())
-        with contextlib.suppress(OSError):
-            self._reserve = os.open(os.devnull, os.O_RDONLY)
-
-    def _accept_again(self) -> None:
-        if not self.ended.done() and not self._has_stepped_down:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _drop_stranger(self, tenant_id: int) -> None:
         tenant, timer = self._strangers.pop(tenant_id)
@@ -528,36 +523,13 @@ class HostServer:
         for tenant_id in [*self._strangers]:
             self._drop_stranger(tenant_id)
 
-    def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
-        """Handle a frame that is not about requests."""
-        if tenant.id not in self._strangers:
-            assert self._session is not None, "the first HELLO has begun it"
-            self._take_control(tenant, self._session, frame)
-        elif frame.kind == Kind.HELLO:
-            self._strangers.pop(tenant.id)[1].cancel()
-            self._admit(tenant, Hello(*loads(frame.body)))
-
-    def _take_control(self, tenant: Tenant, session: HostSession, frame: Frame) -> None:
-        kind = frame.kind
-        if kind == Kind.PING:
-            tenant.send(Kind.PONG)
-        elif kind == Kind.STATE_READ:
-            self._reporting.state_read(tenant.id)
-        elif kind == Kind.OBSERVE:
-            self._observe(tenant, session)
-        elif kind == Kind.RECONFIGURE:
-            self._merge_settings(session, loads(frame.body))
-        elif kind == Kind.RELOAD:
-            call, fields = loads(frame.body)
-            self._begin_reload(session, Generation(*fields), tenant, call)
-        elif kind == Kind.GOODBYE:
-            self._see_off(tenant, session)
-
-    def _admit(self, tenant: Tenant, hello: Hello) -> None:
+    def _admit(self, tenant: Tenant, *fields: Any) -> None:
         """Add an API process, unless a file has changed since a worker has loaded it."""
-        changed = None if self._session is None else self._session.find_changed_file()
+        hello = Hello(*fields)
+        self._strangers.pop(tenant.id)[1].cancel()
+        changed = None if self._begun is None else self._begun.find_changed_file()
         if changed is not None:
-            self._step_down(hello.name, changed)
+            self._step_down(f"{changed} has changed since a worker of the host process loaded it")
             tenant.close()
             return
         self._tenants[tenant.id] = tenant
@@ -578,25 +550,24 @@ class HostServer:
 
     def _remove(self, tenant: Tenant) -> None:
         tenant.leave()
-        if self._session is not None:
-            self._session.ranges.leave(tenant)
+        self._session.ranges.leave(tenant)
 
-    def _see_off(self, tenant: Tenant, session: HostSession) -> None:
+    def _see_off(self, tenant: Tenant) -> None:
         """Let a process go that has closed its batcher."""
         self._tenants.pop(tenant.id, None)
         self._remove(tenant)
-        successor, age = (None, inf) if self._tenants else self._find_successor(session)
+        successor, age = (None, inf) if self._tenants else self._find_successor()
         self._successor = successor
         self._tenancy.said_goodbye(monotonic(), tenant.id, age)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
             self._stop_reporting(tenant)
-            tenant.send(Kind.FAREWELL, session.pack_state())
+            tenant.tell(messages.StateSent(self._session.describe_state()))
             tenant.close()
         else:
             self._waiting.append(tenant)
         self._check_end()
 
-    def _find_successor(self, session: HostSession) -> tuple[ProcessIdentity | None, float]:
+    def _find_successor(self) -> tuple[ProcessIdentity | None, float]:
         """Find a server process that has not joined yet, and its age; infinite without one.
 
         At SIGHUP gunicorn starts new processes, and the old ones end before the new ones have
@@ -604,8 +575,8 @@ class HostServer:
         """
         if (
             self._shared_by is None
-            or session.status.state is State.BROKEN
-            or session.find_changed_file() is not None
+            or self._session.status.state is State.BROKEN
+            or self._session.find_changed_file() is not None
             or has_rival(self._listener)
         ):
             return None, inf
@@ -613,11 +584,11 @@ class HostServer:
         return (child, age) if age < monotonic() - self._joined_at else (None, inf)
 
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
-        session = tenant.session = self._session or self._begin(hello)
+        session = tenant.session = self._begun or self._begin(hello)
+        tenant.handle(self._handlers)
         grant = session.ranges.grant(tenant)
         start, length, *fds = grant or (0, 0)
-        body = dumps(tuple(Welcome(identify_process(os.getpid()), start, length, self.room)))
-        frame = pack_header(Kind.WELCOME, len(body), 0, 0.0) + body
+        frame = pack_message(Welcome(identify_process(os.getpid()), start, length, self.room))
         try:
             # The first bytes of the connection, and few: the socket takes them at once.
             socket.send_fds(tenant.connection, [frame], fds)
@@ -630,37 +601,32 @@ class HostServer:
             self._has_welcomed = True
             self._release_output()
         if hello.observes:
-            self._observe(tenant, session)
-        tenant.send(Kind.RECONFIGURED, dumps(session.live.changes))
-        self._merge_settings(session, hello.changes)
-        self._compare_generations(session, hello.generation, tenant)
-        tenant.send(Kind.STATE, session.pack_state())
+            self._observe(tenant)
+        tenant.tell(messages.Reconfigure(session.live.changes))
+        self._merge_settings(tenant, hello.changes)
+        self._compare_generations(tenant, hello.generation)
+        tenant.tell(messages.StateSent(session.describe_state()))
 
     def find_group(self, method: str | None, key: bytes | None) -> Group:
         """Return the group of the requests of a method that have this packed key."""
         group = self._groups.get((method, key))
         if group is None:
-            session = self._session
-            assert session is not None, "the first HELLO has begun it"
-            of = None if method is None else session.methods[method]
+            of = None if method is None else self._session.methods[method]
             group = self._groups[method, key] = Group(key, of)
         return group
-
-    def contexts_arrived(self) -> None:
-        """Look for contexts in each batch from now on."""
-        assert self._session is not None, "a session has accepted their requests"
-        self._session.host_sender.has_contexts = True
 
     @property
     def room(self) -> int:
         """Requests of one API process for which the queue has room."""
-        session = self._session
-        if session is None:
-            return 0
         # Each API process may take its part before it hears of the others.
-        return session.queue_room // max(1, len(self._tenants))
+        return self._session.queue_room // max(1, len(self._tenants))
 
     # The session.
+
+    @property
+    def _session(self) -> HostSession:
+        assert self._begun is not None, "the first `Hello` has begun it"
+        return self._begun
 
     def _begin(self, hello: Hello) -> HostSession:
         sys.path[:] = hello.sys_path
@@ -668,57 +634,55 @@ class HostServer:
         logging.getLogger("fast_batcher").setLevel(hello.library_level)
         logging.captureWarnings(hello.captures_warnings)
         logging.getLogger().addHandler(self._logs)
-        session = self._session = HostSession(hello, self.push_soon)
+        session = self._begun = HostSession(hello, self.push_soon)
         self._watch_supervisor(hello.supervisor)
         self._shared_by = hello.supervisor if hello.is_shared else None
         session.begin()
         return session
 
-    def _merge_settings(self, session: HostSession, changes: Changes) -> None:
+    def _merge_settings(self, _: Tenant, changes: Changes) -> None:
         """Use changes that are later than those of before, and tell every process."""
+        session = self._session
         if session.live.merge(changes):
             session.reconfigure(session.live.current)
-            body = dumps(session.live.changes)
             for tenant in self._tenants.values():
-                tenant.send(Kind.RECONFIGURED, body)
+                tenant.tell(messages.Reconfigure(session.live.changes))
             self.push_soon()
 
     # Reloads. All processes hear of the beginning and the end of a reload between the answers, so
     # that each knows which answers may be of which model.
 
-    def _compare_generations(
-        self, session: HostSession, generation: Generation, tenant: Tenant
-    ) -> None:
+    def _compare_generations(self, tenant: Tenant, generation: Generation) -> None:
         """Let the workers follow a process with a later model, or let the process follow."""
+        present = self._session.generation
         if self._newest is None or generation.number > self._newest.number:
             self._newest = generation
         if self._reload is not None:
-            tenant.send(Kind.GENERATION, dumps(None))
-        elif self._newest.number > session.generation.number:
-            self._begin_reload(session, self._newest)
-        elif generation[:3] != session.generation[:3]:
-            tenant.send(Kind.GENERATION, dumps(tuple(session.generation)))
+            tenant.tell(messages.ReloadBegun())
+        elif self._newest.number > present.number:
+            self._begin_reload(self._newest)
+        elif generation[:3] != present[:3]:
+            tenant.tell(messages.ReloadEnded(present))
+
+    def _call_reload(self, caller: Tenant, call: int, generation: Generation) -> None:
+        if self._reload is None:
+            self._begin_reload(generation, caller, call)
+            return
+        name = self._session.status.name
+        error = ConfigurationError(f"{name}: a reload runs; wait for its end")
+        caller.tell(messages.Reloaded(call, pack_error(error)))
 
     def _begin_reload(
-        self,
-        session: HostSession,
-        generation: Generation,
-        caller: Tenant | None = None,
-        call: int = 0,
+        self, generation: Generation, caller: Tenant | None = None, call: int = 0
     ) -> None:
         """Reload for a process that has called it; without one for all that have a later model."""
-        if self._reload is not None and caller is not None:
-            error = ConfigurationError(f"{session.status.name}: a reload runs; wait for its end")
-            caller.send(Kind.RELOADED, dumps((call, pack_error(error))))
-            return
         for tenant in self._tenants.values():
-            tenant.send(Kind.GENERATION, dumps(None))
-        work = self._run_reload(session, generation, caller, call)
+            tenant.tell(messages.ReloadBegun())
+        work = self._run_reload(generation, caller, call)
         self._reload = self._loop.create_task(work, context=Context())
 
-    async def _run_reload(
-        self, session: HostSession, generation: Generation, caller: Tenant | None, call: int
-    ) -> None:
+    async def _run_reload(self, generation: Generation, caller: Tenant | None, call: int) -> None:
+        session = self._session
         error: BatcherError | None = None
         try:
             await session.load_generation(generation)
@@ -734,18 +698,16 @@ class HostServer:
             session.number_generation(newest.number + 1)
             newest = self._newest = session.generation
         self._push()
-        body = dumps(tuple(session.generation))
         # The caller last: what it knows of all others know if this process dies now.
         for tenant in sorted(self._tenants.values(), key=lambda tenant: tenant is caller):
-            tenant.send(Kind.GENERATION, body)
+            tenant.tell(messages.ReloadEnded(session.generation))
         if caller is not None:
-            packed = None if error is None else pack_error(error)
-            caller.send(Kind.RELOADED, dumps((call, packed)))
+            caller.tell(messages.Reloaded(call, None if error is None else pack_error(error)))
         if newest.number > session.generation.number:
-            self._begin_reload(session, newest)
+            self._begin_reload(newest)
 
-    def _observe(self, tenant: Tenant, session: HostSession) -> None:
-        session.observe(self._events)
+    def _observe(self, tenant: Tenant) -> None:
+        self._session.observe(self._events)
         self._reporting.joined(tenant.id)
         self._choose_reporter()
 
@@ -762,9 +724,9 @@ class HostServer:
         self._reporter = reporter
         # Also if it does not read: it finds this behind the last event that it has to count.
         if before is not None:
-            before.send(Kind.REPORT, dumps(False))
+            before.tell(messages.ReporterChosen(False))
         if reporter is not None:
-            reporter.send(Kind.REPORT, dumps(True))
+            reporter.tell(messages.ReporterChosen(True))
 
     def _find_reporter(self) -> Tenant | None:
         """Return the API process that gets events."""
@@ -791,8 +753,8 @@ class HostServer:
             self._loop.call_soon(self._push, context=Context())
 
     def _tick(self) -> None:
-        if self._session is not None:
-            self._session.ranges.reuse()
+        if self._begun is not None:
+            self._begun.ranges.reuse()
         successor = self._successor
         if successor is not None and (not successor.is_running or has_rival(self._listener)):
             # It was no server process, or has other settings: the device may have no room for two
@@ -804,13 +766,13 @@ class HostServer:
 
     def _push(self) -> None:
         self._is_push_scheduled = False
-        if self._session is None or not self._tenants:
+        if not self._tenants:
             return
-        body = self._session.pack_state()
+        state = messages.StateSent(self._session.describe_state())
         for tenant in [*self._tenants.values()]:
             if tenant.session is not None:
                 tenant.report_freed()
-                tenant.tell(Kind.STATE, body)
+                tenant.tell_news(state)
                 self._reporting.state_sent(monotonic(), tenant.id)
         if self._session.status.start_error is not None:
             self._end()
@@ -822,16 +784,15 @@ class HostServer:
         self._tenancy.asked_to_end(monotonic())
         self._check_end()
 
-    def _step_down(self, name: str, changed: str) -> None:
-        """Take no further API process, because a file has changed; end with the present ones.
+    def _step_down(self, reason: str) -> None:
+        """Take no further API process; end with the present ones.
 
         The others find or start the next host.
         """
         logger.warning(
-            "%s: %s has changed since a worker of the host process loaded it; server processes "
-            "that open from now on share a new host process, and this one ends with the present "
-            "ones",
-            *(name, changed),
+            "%s: %s; server processes that open from now on share a new host process, and this one "
+            "ends with the present ones",
+            *("the host process" if self._begun is None else self._begun.status.name, reason),
         )
         self._loop.remove_reader(self._listener.fileno())
         # A client in the backlog reads an end of file, and replaces the closed socket.
@@ -884,11 +845,10 @@ class HostServer:
     async def aclose(self) -> None:
         """End the workers, and tell the last API process."""
         self._push_timer.cancel()
-        session = self._session
-        if session is not None:
-            await session.aclose()
+        if self._begun is not None:
+            await self._begun.aclose()
             for tenant in self._present():
-                tenant.send(Kind.FAREWELL, session.pack_state(), number=1)
+                tenant.tell(messages.StateSent(self._begun.describe_state(), is_last=True))
         with contextlib.suppress(ValueError):
             logging.getLogger().removeHandler(self._logs)
 

@@ -11,10 +11,11 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._core.values import Batch, Failure, Group, Request
+from fast_batcher._host import messages
+from fast_batcher._host.messages import Handlers, dispatch
 from fast_batcher._host.protocol import (
     FRAME_SIZE,
     OpaqueError,
@@ -24,14 +25,13 @@ from fast_batcher._host.protocol import (
     measure_packed,
     pack_outcome,
 )
-from fast_batcher._observers import Carried
+from fast_batcher._observers import Carried, restore_context
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.channels import Frame, Kind, LoopChannel, Reservation
+from fast_batcher._transport.channels import HostKind, LoopChannel
 from fast_batcher._transport.pickling import OutOfBandPickler, SerializedError, dumps, loads
 from fast_batcher.errors import UnsendableValueError
-from fast_batcher.observing import BatchAnswered, BatchDispatched
 
 if TYPE_CHECKING:
     from fast_batcher._session.session import Session
@@ -88,42 +88,29 @@ def decode_opaquely(item: Any) -> Any:
 
 
 class CallerContext:
-    """The context of a caller in an API process. Events have None for it in other processes."""
+    """The context of a caller in an API process; stands for a `Context` in events of the host."""
 
-    __slots__ = ("is_followed", "managers", "request_id", "tenant")
+    __slots__ = ("is_followed", "managers", "tenant")
 
-    def __init__(
-        self, tenant: "Tenant", request_id: int, managers: list[bytes], *, is_followed: bool
-    ) -> None:
+    def __init__(self, tenant: "Tenant", managers: list[bytes], *, is_followed: bool) -> None:
         self.tenant = tenant
-        self.request_id = request_id
         # The context managers, as in `fast_batcher._observers.Carried`.
         self.managers = managers
         self.is_followed = is_followed
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Be pickled as None."""
-        return type(None), ()
-
-
-def find_followed(contexts: Sequence[CallerContext | None]) -> CallerContext | None:
-    """Return the context of the caller whose process follows a batch, None without one."""
-    present = (context for context in contexts if context is not None)
-    return next((context for context in present if context.is_followed), None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be unpickled as a context in which the context managers were entered."""
+        return restore_context, (self.managers,)
 
 
 class HostSender(BatchSender):
-    """A `BatchSender` that asks API processes for inputs and contexts that it does not have."""
+    """A `BatchSender` that asks API processes for inputs that it does not have."""
 
     decode = staticmethod(decode_opaquely)
-    # Whether a caller has ever had a context.
-    has_contexts = False
 
     def send(self, worker: FrameWorker, batch: Batch, contexts: Sequence[bytes]) -> None:
         """Send a batch to its worker, as soon as all of its inputs are here."""
         requests = batch.requests
-        if self.has_contexts:
-            self._send_contexts(worker, batch)
         if any(request.staged is None or request.staged.slab is None for request in requests):
             absent = [request.value for request in requests if type(request.value) is RowInput]
             if absent:
@@ -132,29 +119,6 @@ class HostSender(BatchSender):
                 return
         super().send(worker, batch, contexts)
 
-    def _send_contexts(self, worker: FrameWorker, batch: Batch) -> None:
-        """Send the contexts in which a batch is computed; its inputs wait behind them."""
-        contexts: list[CallerContext | None] = [request.context for request in batch.requests]
-        present = [context for context in contexts if context is not None]
-        if not present:
-            return
-        followed = find_followed(contexts)
-        if followed is None:
-            worker.send(Kind.CONTEXTS, batch.id, dumps(present[0].managers))
-            return
-        batch.dispatched = BatchDispatched(
-            model=self._name,
-            worker=worker.index,
-            batch_id=batch.id,
-            size=len(batch.requests),
-            cost=sum([request.cost for request in batch.requests]),
-            release=str(batch.release),
-            dispatched_at=batch.sent_at,
-            contexts=contexts,  # type: ignore[arg-type]  # stand for those of API processes
-        )
-        fill = functools.partial(_fill_contexts, worker, worker.reserve(), batch.id)
-        followed.tenant.follow(batch.dispatched, followed.managers, fill)
-
     def _send_later(self, worker: FrameWorker, batch: Batch, absent: list[RowInput]) -> None:
         """Keep the batch's position among the frames of its worker until the inputs are here."""
         self._release_staged(batch)
@@ -162,13 +126,6 @@ class HostSender(BatchSender):
         send = functools.partial(self._fill_in_band, worker, worker.reserve(), batch)
         for value in absent:
             value.fetch(functools.partial(_note_arrival, waiting, id(value), send))
-
-
-def _fill_contexts(
-    worker: FrameWorker, reservation: Reservation, batch_id: int, managers: list[bytes]
-) -> None:
-    frames = [(Kind.CONTEXTS, batch_id, dumps(managers))] if managers else []
-    worker.fill(reservation, frames)
 
 
 def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> None:
@@ -180,8 +137,8 @@ def _note_arrival(waiting: set[int], arrived: int, send: Callable[[], None]) -> 
 logger = logging.getLogger("fast_batcher")
 
 
-# Seconds for which a batch waits for an API process: for an input that it sends once more, or for
-# the contexts of its observers. A stopped process must not keep a worker from the others.
+# Seconds for which a batch waits for an input that an API process sends once more: a stopped
+# process must not keep a worker from the others.
 ANSWER_TIMEOUT = 5.0
 # Frames of news that wait for an API process that does not read; further ones are dropped.
 MOST_NEWS = 256
@@ -192,16 +149,6 @@ class _Row(NamedTuple):
 
     staged: StagedInput
     value: RowInput
-
-
-def _finish_follow(
-    timer: asyncio.TimerHandle,
-    fill: Callable[[list[bytes]], None],
-    managers: list[bytes],
-    given: list[bytes] | None,
-) -> None:
-    timer.cancel()
-    fill(managers if given is None else given)
 
 
 class HostCaller:
@@ -225,17 +172,11 @@ class HostCaller:
 class TenantEvents(Protocol):
     """Events that a tenant reports to the server."""
 
-    def control_frame_arrived(self, tenant: "Tenant", frame: Frame, /) -> None:
-        """Handle a frame that is not about requests."""
-
     def tenant_vanished(self, tenant: "Tenant", /) -> None:
         """Handle the end of the connection, or a broken protocol."""
 
     def find_group(self, method: str | None, key: bytes | None, /) -> Group:
         """Return the group of the requests of a method that have this packed key."""
-
-    def contexts_arrived(self) -> None:
-        """Take note of requests whose callers have contexts."""
 
     @property
     def room(self) -> int:
@@ -264,8 +205,6 @@ class Tenant:
         self._received = 0
         # Inputs that were asked for once more, by the request's id.
         self._asked: dict[int, RowInput] = {}
-        # Batches that wait for contexts, by id.
-        self._following: dict[int, Callable[[list[bytes] | None], None]] = {}
         # Answers of this turn of the loop.
         self._ids: list[int] = []
         self._outcomes: list[Any] = []
@@ -274,40 +213,38 @@ class Tenant:
         self._freed: deque[int] = deque()
         # Rows that workers may view.
         self._rows = 0
-        self._channel = LoopChannel(
-            (connection, connection), max_frame_bytes, self._take, self._hung_up
-        )
+        self._handlers: dict[int | type, Callable[..., object]] = {
+            HostKind.CALLS: self._submit,
+            messages.Abandon: self._abandon,
+            messages.Resent: self._take_resent,
+        }
+        take = functools.partial(dispatch, handlers=self._handlers)
+        ends = (connection, connection)
+        self._channel = LoopChannel(ends, max_frame_bytes, take, self._hung_up)
         self._channel.attach(loop)
         self.is_gone = False
 
-    # Requests.
+    def handle(self, handlers: Handlers) -> None:
+        """Use these handlers from now on; each is called with this process, too."""
+        for kind, handle in handlers.items():
+            self._handlers[kind] = functools.partial(handle, self)
 
-    def _take(self, frame: Frame) -> None:
-        if frame.kind == Kind.CALLS:
-            ids, body, options, contexts = loads(frame.body)
-            self._submit(ids, loads(body), options, contexts)
-        elif frame.kind == Kind.ITEM_CALLS:
-            ids, packed, options, contexts = loads(frame.body)
-            values = [self._unpack(*pair) for pair in zip(ids, packed, strict=True)]
-            self._submit(ids, values, options, contexts)
-        elif frame.kind == Kind.ABANDON:
-            self._abandon(loads(frame.body))
-        elif frame.kind == Kind.RESENT:
-            self._take_resent(*loads(frame.body))
-        elif frame.kind == Kind.BATCH_CONTEXTS:
-            self._take_contexts(*loads(frame.body))
-        else:
-            self._events.control_frame_arrived(self, frame)
+    # Requests.
 
     def _submit(
         self,
         ids: list[int],
-        values: list[Any],
+        inputs: bytes | list[Any],
         options: dict[int, Any],
         contexts: dict[int, Carried] | None,
     ) -> None:
         session = self.session
-        assert session is not None, "HELLO is the first frame"
+        assert session is not None, "`Hello` is the first message"
+        values = (
+            loads(inputs)
+            if isinstance(inputs, bytes)
+            else [self._unpack(*pair) for pair in zip(ids, inputs, strict=True)]
+        )
         self._received += len(ids)
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, HostCaller(self, request_id))
@@ -325,10 +262,7 @@ class Tenant:
         for position, (managers, is_followed) in contexts.items():
             request = self._requests.get(ids[position])
             if request is not None:
-                request.context = CallerContext(
-                    self, ids[position], managers, is_followed=is_followed
-                )
-        self._events.contexts_arrived()
+                request.context = CallerContext(self, managers, is_followed=is_followed)
 
     def _abandon(self, ids: list[int]) -> None:
         for request_id in ids:
@@ -369,7 +303,7 @@ class Tenant:
 
     def _ask(self, request_id: int, value: RowInput) -> None:
         self._asked[request_id] = value
-        self.send(Kind.RESEND, dumps([request_id]))
+        self.tell(messages.Resend(request_id))
         seconds = 0.0 if self.is_gone else ANSWER_TIMEOUT
         self._loop.call_later(seconds, self._take_resent, request_id, None, context=Context())
 
@@ -382,44 +316,6 @@ class Tenant:
             request.value = Pickled(item)
         if value is not None:
             value.finish()
-
-    # Batches that observers of the process follow.
-
-    def follow(
-        self, event: BatchDispatched, managers: list[bytes], fill: Callable[[list[bytes]], None]
-    ) -> None:
-        """Tell the process of a batch; `fill` gets the contexts of its observers.
-
-        If it does not answer, `fill` gets these managers, of one of its callers.
-        """
-        if self.is_gone or self.is_stalled:
-            fill(managers)
-            return
-        contexts: Sequence[Any] = event.contexts
-        callers = [None if context is None else self._describe(context) for context in contexts]
-        self.send(Kind.FOLLOW, dumps((replace(event, contexts=()), callers)))
-        timer = self._loop.call_later(
-            ANSWER_TIMEOUT, self._take_contexts, event.batch_id, None, context=Context()
-        )
-        self._following[event.batch_id] = functools.partial(_finish_follow, timer, fill, managers)
-
-    def _describe(self, context: CallerContext) -> int | list[bytes]:
-        """Return the request's id of a caller of this process, the managers of another."""
-        return context.request_id if context.tenant is self else context.managers
-
-    def _take_contexts(self, batch_id: int, managers: list[bytes] | None) -> None:
-        """Go on with a batch that waits for the contexts of observers, which need not have come."""
-        finish = self._following.pop(batch_id, None)
-        if finish is not None:
-            finish(managers)
-
-    def end_batch(self, batch_id: int, end: BatchAnswered | str, positions: list[Any]) -> None:
-        """Tell the process of the answer of a batch that it follows, or of its loss.
-
-        After the answers of this turn, so that the callers do not wait for observers.
-        """
-        body = dumps((batch_id, end, positions))
-        self._loop.call_soon(self.send, Kind.FOLLOWED, body, context=Context())
 
     # Answers.
 
@@ -440,7 +336,7 @@ class Tenant:
         self._ids, self._outcomes, self._are_atoms = [], [], True
         self.report_freed()
         if are_atoms:
-            self.send(Kind.ANSWERS, dumps((ids, outcomes, self._room)))
+            self.send(HostKind.ANSWERS, dumps((ids, outcomes, self._room)))
         else:
             packed = [pack_outcome(outcome) for outcome in outcomes]
             self._send_items(ids, packed)
@@ -452,7 +348,7 @@ class Tenant:
             size += measure_packed(outcome)
             if size >= FRAME_SIZE or position == len(packed):
                 body = dumps((ids[begin:position], packed[begin:position], self._room))
-                self.send(Kind.ITEM_ANSWERS, body)
+                self.send(HostKind.ITEM_ANSWERS, body)
                 begin, size = position, 0
 
     @property
@@ -465,7 +361,7 @@ class Tenant:
         if self._freed:
             freed = [self._freed.popleft() for _ in range(len(self._freed))]
             self._rows -= len(freed)
-            self.send(Kind.FREED_INPUTS, dumps(freed))
+            self.tell(messages.FreedInputs(freed))
 
     @property
     def has_rows(self) -> bool:
@@ -479,15 +375,23 @@ class Tenant:
         """Whether the process does not read, perhaps because it is stopped: it gets no news."""
         return self._channel.backlog >= MOST_NEWS
 
-    def send(self, kind: int, body: bytes = b"", number: int = 0) -> None:
+    def send(self, kind: int, body: bytes) -> None:
         """Send a frame without waiting; dropped if the process is gone."""
         if not self.is_gone:
-            self._channel.send(kind, number, body)
+            self._channel.send(kind, 0, body)
 
-    def tell(self, kind: int, body: bytes, number: int = 0) -> None:
-        """Send news that the process may miss: states, events and log records."""
+    def tell(self, message: tuple[Any, ...]) -> None:
+        """Send a message without waiting; dropped if the process is gone."""
+        self.send(HostKind.MESSAGE, dumps(message))
+
+    def tell_soon(self, message: tuple[Any, ...]) -> None:
+        """Send a message after the answers of this turn of the loop."""
+        self._loop.call_soon(self.tell, message, context=Context())
+
+    def tell_news(self, message: tuple[Any, ...]) -> None:
+        """Send a message that the process may miss: a state, an event or a log record."""
         if not self.is_stalled:
-            self.send(kind, body, number)
+            self.tell(message)
 
     def leave(self) -> None:
         """Cancel its requests; the connection stays open for the farewell."""
@@ -497,8 +401,6 @@ class Tenant:
                 self.session.abandon(request)
         for request_id in [*self._asked]:
             self._take_resent(request_id, None)
-        for batch_id in [*self._following]:
-            self._take_contexts(batch_id, None)
 
     def close(self) -> None:
         """Close the connection; its process waits for that after its goodbye."""

@@ -79,7 +79,7 @@ MAX_JOINED: Final = 64 * 1024
 
 
 class Kind:
-    """Kinds of frames, which determine the format of the body.
+    """Kinds of frames between a parent and its worker; a kind determines the format of the body.
 
     Integers, because they are compared several times per frame: on Python 3.11 reading a member of
     an enumeration costs as much as a call.
@@ -114,42 +114,25 @@ class Kind:
     # Each of these is one pickled SerializedError, for every request of the batch.
     FAILED, RAISED, OUT_OF_MEMORY, FATAL = Failed
     SKIPPED = 28  # the batch was not computed, because no caller waits for it
-    # API process to host; see `_host/protocol.py`
-    HELLO = 32  # the first frame: the pickled fields of a `Hello`
-    CALLS = 33  # requests whose inputs are all in `pickling.ATOMS`
-    ITEM_CALLS = 34  # requests with inputs pickled separately, or in shared memory
-    ABANDON = 35  # a pickled list: ids of requests whose callers have gone
-    RESENT = 36  # pickled (id, pickled input or None)
-    RECONFIGURE = 37  # the pickled changes of the settings, as in `LiveSettings`
-    OBSERVE = 38  # send events from now on
-    STATE_READ = 41  # the answer to STATE
-    RELOAD = 42  # pickled (number of the call, fields of a `Generation`)
-    BATCH_CONTEXTS = 43  # the answer to FOLLOW: pickled (batch id, list as in CONTEXTS)
-    GOODBYE = 39  # the batcher is closed
-    # host to API process
-    WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
-    REFUSED = 54  # instead of a welcome: the text of an error
-    ANSWERS = 49  # outputs that are all in `pickling.ATOMS`
-    ITEM_ANSWERS = 50  # outputs pickled separately, and errors
-    STATE = 51  # the pickled fields of a `HostState`
-    RECONFIGURED = 63  # as RECONFIGURE
-    RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more
-    FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
-    LOG = 58  # a log record
-    # A pickled event for observers; with batch id 1 for those alone that do not follow batches.
-    EVENT = 55
-    REPORT = 57  # pickled: whether this process reports for all from now on
-    # Pickled None: a reload has begun. The pickled fields of a `Generation`: it has ended.
-    GENERATION = 59
-    RELOADED = 60  # pickled (number of the call, None or its error as `pack_error` packs it)
-    FOLLOW = 61  # pickled (fields of a `BatchDispatched`, contexts by position): it is dispatched
-    # Pickled (batch id, `BatchAnswered` or reason of its loss, positions of the answered requests).
-    FOLLOWED = 62
-    FAREWELL = 56  # the answer to GOODBYE, the last frame: as STATE
+    LOG = 29  # a log record, from a worker on another machine
+
+
+class HostKind:
+    """Kinds of frames between an API process and its host; see `_host/protocol.py`."""
+
+    # Requests: one pickle of inputs that are all in `pickling.ATOMS`, or a list of inputs that are
+    # pickled separately or lie in shared memory.
+    CALLS = 32
+    ANSWERS = 33  # outputs that are all in `pickling.ATOMS`
+    ITEM_ANSWERS = 34  # outputs pickled separately, and errors
+    MESSAGE = 35  # one pickled object, whose type tells what it is
 
 
 KIND_NAMES: Final[dict[int, str]] = {
-    number: name for name, number in vars(Kind).items() if isinstance(number, int)
+    number: name
+    for protocol in (Kind, HostKind)
+    for name, number in vars(protocol).items()
+    if isinstance(number, int)
 }
 
 

@@ -127,26 +127,6 @@ async def test_stopped_process_blocks_no_other(gate: Gate) -> None:
             assert await other.receive() in (["UnsendableValueError"], [200_000])
 
 
-@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "blocked"])
-async def test_batch_continues_without_its_observing_process(
-    gate: Gate, *, is_killed: bool
-) -> None:
-    options = {**TOGETHER, "max_batch_size": 2, "followed": gate.path}
-    with client("shared:Batches", options, [gate.path]) as other:
-        assert await other.receive() == "open"
-        async with make("shared:Batches", {**options}, [gate.path]) as batcher:
-            other.send(1)
-            mine = call(batcher, 2)
-            visit = await gate.visit()
-            if is_killed:
-                os.kill(other.pid, signal.SIGKILL)
-            batch = await mine
-            assert sorted(batch) == [1, 2]
-            visit.let_on()
-            if not is_killed:
-                assert await other.receive() == [batch]
-
-
 async def test_stopped_log_receiver_takes_no_memory() -> None:
     arguments: Any = "shared:Chatty", {"max_batch_size": 1}, []
     with client(*arguments) as other:

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from models.base import pass_gate
 from waits import LIMIT
 
 from fast_batcher import DynBatcher
-from fast_batcher.observing import BatchDispatched, Observer
+from fast_batcher.observing import Observer
 
 
 def decode(value: Any) -> Any:
@@ -32,8 +31,6 @@ def make(model: str, options: dict[str, Any], arguments: list[Any]) -> DynBatche
     """The same batcher in every process."""
     if options.pop("grouped", False):
         options["group_by"] = key_of
-    # Whose gate the observer of a client waits at, with each batch.
-    options.pop("followed", None)
     return DynBatcher(f"models.{model}", shared="test", model_args=arguments, **options)
 
 
@@ -42,25 +39,12 @@ def key_of(value: Any) -> Any:
     return value[0], value[0] if sys.argv[0] == "-c" else "".join([*value[0]])
 
 
-class WaitsAtGate(Observer):
-    """Blocks its process with each batch that it follows."""
-
-    needs_context = True
-
-    def __init__(self, gate: str) -> None:
-        self._gate = gate
-
-    def batch_dispatched(self, event: BatchDispatched) -> None:
-        pass_gate(self._gate)
-
-
 async def run(model: str, options: dict[str, Any], arguments: list[Any]) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    gate = options.get("followed")
     batcher = make(model, options, arguments)
-    batcher.add_observer(Observer() if gate is None else WaitsAtGate(gate))
+    batcher.add_observer(Observer())
     async with batcher:
         tell("open")
         while line := await reader.readline():
