@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from models.obeying import Obeys, Order
-from waits import ONE_LOOP, SOON, SOON_IN_WORKER, Gate, call, turns, until
+from waits import SOON, SOON_IN_WORKER, Gate, call, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -31,11 +31,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 # Calls of each ending.
 COUNT = 50
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    return ONE_LOOP
 
 
 @pytest.fixture

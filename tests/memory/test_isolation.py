@@ -16,7 +16,6 @@ from models.raising import BrokenAndRaises, FailsTogether, OutOfMemory, Says
 from sessions import session_of
 from waits import (
     LIMIT,
-    ONE_LOOP,
     assert_balance,
     call,
     measured,
@@ -29,12 +28,6 @@ from fast_batcher._core import supervision
 from fast_batcher._parent import pool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: what becomes of a batch is decided in the core."""
-    return ONE_LOOP
 
 
 MEBI = 2**20

@@ -30,7 +30,6 @@ from sender_harness import (
     opened,
     slabs_of,
     stage_inputs,
-    sums,
     until_copying,
     wait_until_copied,
 )
@@ -56,38 +55,6 @@ def harness() -> Iterator[SenderHarness]:
     harness.close()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"x" * SMALL,
-        bytearray(SMALL),
-        "é" * SMALL,
-        np.arange(40_000),
-        [np.arange(2048) for _ in range(17)],
-        [[number] for number in range(60_000)],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_large_input_is_shared(harness: SenderHarness, value: Any) -> None:
-    harness.batch("first", value)
-    assert harness.kinds == [Kind.SHARED_INPUTS]
-    first, got = harness.read()
-    assert first == "first"
-    assert np.array_equal(got, value)
-    assert harness.slabs.count == 1
-
-
-def test_thread_copies_a_large_batch_in_order(harness: SenderHarness) -> None:
-    for value in ("before", filled(1, LARGE), "between", filled(2, LARGE), "after"):
-        harness.batch(value)
-    small = Kind.INPUT_ATOMS
-    assert harness.kinds == [small, None, small, None, small]
-    harness.run_jobs()
-    got = [harness.read()[0] for _ in range(5)]
-    assert got[::2] == ["before", "between", "after"]
-    assert sums(got[1::2]) == [1, 2]
-
-
 def test_an_input_is_locked_until_it_is_copied(harness: SenderHarness) -> None:
     by_loop, by_thread = bytearray(SMALL), bytearray(LARGE)
     harness.batch(by_loop)
@@ -97,13 +64,6 @@ def test_an_input_is_locked_until_it_is_copied(harness: SenderHarness) -> None:
         by_thread.append(1)
     harness.run_jobs()
     by_thread.append(1)
-
-
-def test_the_slabs_of_a_lost_worker_are_free(harness: SenderHarness) -> None:
-    for _ in range(2):
-        harness.batch(np.zeros(SMALL, np.uint8))
-    harness.replace_worker()
-    assert harness.slabs.count == 0
 
 
 def test_slabs_visible_to_orphans_stay_occupied(
