@@ -100,20 +100,6 @@ def test_an_open_loop_without_arrivals_ends(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_error_is_kept(target: Target) -> None:
-    measurement = measure(target, Case("failing", "/every-third-fails", 2), 0, SHORT)
-    assert measurement.lost.keys() == {"status 500"}
-    assert measurement.first_error == "500 it is the third"
-
-
-@pytest.mark.slow
-def test_answers_without_content_are_good(target: Target) -> None:
-    measurement = measure(target, Case("nothing", "/nothing", 2), 0, replace(SHORT, method="GET"))
-    assert measurement.figures["answers"] > 0
-    assert measurement.lost == {}
-
-
-@pytest.mark.slow
 def test_a_client_ends_with_its_starter(target: Target) -> None:
     long = replace(SETTINGS, seconds=LIMIT)
     (plan,) = make_plans(target, Case("batched", "/double", 1), 0, long)
