@@ -588,9 +588,7 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 Threads = concurrent.futures.ThreadPoolExecutor
 
 
-def _errors_of(
-    future: "concurrent.futures.Future[Any]",
-) -> "concurrent.futures.Future[Any]":
+def _errors_of(future: "concurrent.futures.Future[Any]") -> "concurrent.futures.Future[Any]":
     """A future for the error of a future, None if it has a result."""
     errors: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.add_done_callback(lambda done: errors.set_result(done.exception()))
@@ -727,9 +725,7 @@ async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
 
 
 @both_loops
-async def test_earlier_close_does_not_close_reopened_batcher(
-    gate: Gate,
-) -> None:
+async def test_earlier_close_does_not_close_reopened_batcher(gate: Gate) -> None:
     batcher = DynBatcher(Holds, model_args=(gate.path,), stop_timeout=SOON)
     await batcher.open()
     held = call(batcher, "hold")
@@ -934,9 +930,7 @@ async def test_repr_is_a_status_line(gate: Gate) -> None:
     assert repr(batcher) == end
 
 
-async def test_each_state_change_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_each_state_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fast_batcher"):
         async with DynBatcher(Echo, name="logged"):
             pass

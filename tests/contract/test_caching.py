@@ -535,8 +535,7 @@ def test_the_recipe_for_diskcache_works(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    shutil.which("redis-server") is None,
-    reason="Redis is needed: apt-get install redis-server",
+    shutil.which("redis-server") is None, reason="Redis is needed: apt-get install redis-server"
 )
 def test_the_recipe_for_redis_works() -> None:
     # Not below pytest's directory, whose path may be too long for a socket.

@@ -90,9 +90,7 @@ async def test_event_sums_equal_statistics_after_deaths() -> None:
 
 
 @both_loops
-async def test_raising_observer_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_raising_observer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Observer):
         def batch_answered(self, event: BatchAnswered) -> None:
             raise ZeroDivisionError

@@ -36,17 +36,7 @@ from recorder import Recorder
 from sessions import Make, frames_of, needs_pickling, own_directory
 from sessions import make as make_in_processes
 from sessions import make_any as make
-from waits import (
-    LIMIT,
-    SOON,
-    SOON_IN_WORKER,
-    Gate,
-    assert_balance,
-    call,
-    outcome,
-    turns,
-    until,
-)
+from waits import LIMIT, SOON, SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -452,9 +442,7 @@ async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:
 RESTARTS: dict[str, Any] = {"max_restarts": None, "restart_backoff": 0.01}
 
 
-async def test_poisonous_request_fails_alone(
-    make_in_processes: Make,
-) -> None:
+async def test_poisonous_request_fails_alone(make_in_processes: Make) -> None:
     async with make_in_processes(DiesInBatch, 8, **RESTARTS) as batcher:
         calls = [call(batcher, value) for value in (1, "poison", "two", b"3")]
         outcomes = [await outcome(one) for one in calls]

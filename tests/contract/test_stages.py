@@ -131,9 +131,7 @@ async def test_death_in_prepare_is_traced_to_one_request(gate: Gate) -> None:
         assert_balance(batcher)
 
 
-async def test_fatal_error_of_infer_replaces_worker(
-    gate: Gate,
-) -> None:
+async def test_fatal_error_of_infer_replaces_worker(gate: Gate) -> None:
     async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         first = call(batcher, "finish waits")
         visit = await gate.visit()
@@ -195,9 +193,7 @@ async def test_methods_other_than_infer_have_no_stages(gate: Gate) -> None:
         assert await asyncio.gather(lengths, batcher.process_batched("b")) == [[1, 14], ("b", 1)]
 
 
-async def test_batch_runs_in_its_own_context_during_prepare(
-    gate: Gate,
-) -> None:
+async def test_batch_runs_in_its_own_context_during_prepare(gate: Gate) -> None:
     async with DynBatcher(SeesContexts, 1, model_args=(gate.path,), stage_threads=2) as batcher:
         batcher.add_observer(Follower())
         tasks, visits = [], []

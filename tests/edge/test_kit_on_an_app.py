@@ -13,10 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 from kit_app import Shouter, app, cache, counter, shouter
 
-from fast_batcher import (
-    QueueFullError,
-    WorkerLostError,
-)
+from fast_batcher import QueueFullError, WorkerLostError
 from fast_batcher.testing import BatcherKit
 
 

@@ -97,9 +97,7 @@ def answered_within(size: int, rate: float, target: float) -> float:
     """Share of all requests that a worker answers in time; a batch of n takes 30 + 10 n ms."""
     arrivals = poisson(rate, advice_module.REQUESTS / rate, advice_module.SEED)
     record = simulate(
-        open_scheduler(size, 1),
-        Arrivals(arrivals),
-        lambda _, requests: 0.03 + 0.01 * len(requests),
+        open_scheduler(size, 1), Arrivals(arrivals), lambda _, requests: 0.03 + 0.01 * len(requests)
     )
     counted = range(int(0.2 * len(arrivals)), len(arrivals))
     in_time = [record.answers[one] - record.arrivals[one] + 0.0005 <= target for one in counted]

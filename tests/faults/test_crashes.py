@@ -15,17 +15,7 @@ from models.loading import NeedsFile
 from models.ordinary import Grows, Holds
 from models.raising import AlarmedLate
 from sessions import pids_of, session_of
-from waits import (
-    LIMIT,
-    SOON_IN_WORKER,
-    Gate,
-    assert_balance,
-    call,
-    measured,
-    outcome,
-    turns,
-    until,
-)
+from waits import LIMIT, SOON_IN_WORKER, Gate, assert_balance, call, measured, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -50,9 +40,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("way", CRASHES)
-async def test_callers_learn_how_their_worker_ended(
-    way: str,
-) -> None:
+async def test_callers_learn_how_their_worker_ended(way: str) -> None:
     """Faults F06, F07 and F08."""
     async with DynBatcher(Crashes, 4, idempotent=False) as batcher:
         # One turn, so they share a batch; those behind do not fill one, so they wait.
@@ -114,9 +102,7 @@ async def test_possible_out_of_memory_death_reduces_batch_size() -> None:
 
 
 @pytest.mark.parametrize("way", ["killed", "abort"])
-async def test_poisonous_request_fails_alone_after_two_deaths(
-    way: str,
-) -> None:
+async def test_poisonous_request_fails_alone_after_two_deaths(way: str) -> None:
     """Fault F15."""
     async with DynBatcher(Crashes, 8) as batcher:
         calls = [call(batcher, text) for text in ("a", "b", "c", way, "d", "e", "f", "g")]
@@ -132,9 +118,7 @@ async def test_poisonous_request_fails_alone_after_two_deaths(
         assert (batcher.stats.restarts, assert_balance(batcher).failed) == (2, 1)
 
 
-async def test_another_worker_answers_requests_of_killed_worker(
-    gate: Gate,
-) -> None:
+async def test_another_worker_answers_requests_of_killed_worker(gate: Gate) -> None:
     """Fault F02: the other worker need not wait for the replacement, which never loads."""
     settings: dict[str, Any] = {"num_workers": 2, "restart_backoff": 1000.0}
     async with DynBatcher(Holds, 4, model_args=(gate.path,), **settings) as batcher:

@@ -70,9 +70,7 @@ def close_all(harness: SenderHarness) -> None:
 # --- how inputs lie -------------------------------------------------------------------------------
 
 
-def test_sent_slab_takes_no_more_inputs(
-    harness: SenderHarness,
-) -> None:
+def test_sent_slab_takes_no_more_inputs(harness: SenderHarness) -> None:
     *first, late = harness.arrive(*numbered(4))
     harness.dispatch(first)
     harness.dispatch([late, *harness.arrive(filled(4), filled(5))])
@@ -121,9 +119,7 @@ def test_pipe_is_used_without_memory(
     assert "Bad file descriptor" in record.message
 
 
-def test_loop_turn_copies_a_bounded_part(
-    harness: SenderHarness,
-) -> None:
+def test_loop_turn_copies_a_bounded_part(harness: SenderHarness) -> None:
     size = 1_000_000
     for cost in (size * FRESH_COST, size):
         staged = [harness.arena.stage(filled(number, size)) for number in range(8)]

@@ -128,9 +128,7 @@ def test_missing_memory_fails_before_writing(slabs: Slabs) -> None:
 # --- ranges ---------------------------------------------------------------------------------------
 
 
-def test_referenced_slab_stays_occupied(
-    slabs: Slabs,
-) -> None:
+def test_referenced_slab_stays_occupied(slabs: Slabs) -> None:
     slab = reserved(slabs, MEBI)
     part = slabs.section(slab, slab.start, PAGE)
     del slab
@@ -199,9 +197,7 @@ def test_batch_is_free_without_views_in_children(
 
 
 @pytest.mark.slow
-def test_batch_stays_occupied_without_a_pipe(
-    views: SlabViews,
-) -> None:
+def test_batch_stays_occupied_without_a_pipe(views: SlabViews) -> None:
     held = views.view(1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))

@@ -127,9 +127,7 @@ def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
 
 
 @pytest.mark.slow
-def test_load_test_command_stores_its_results(
-    tmp_path: Path,
-) -> None:
+def test_load_test_command_stores_its_results(tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(BODIES[0])
     command = [sys.executable, "-m", "benchmarks.load_test", "--app", APP]
     command += ["--path", "/double", "--unbatched-path", "/slow", "--seconds", "0.3"]

@@ -16,24 +16,10 @@ from paths import ROOT
 from programs import run_command
 
 import fast_batcher
-from fast_batcher import (
-    BatcherStats,
-    DynBatcher,
-    InferenceModel,
-    aio,
-    errors,
-    inference,
-    types,
-)
+from fast_batcher import BatcherStats, DynBatcher, InferenceModel, aio, errors, inference, types
 from fast_batcher._local.function import DecoratorSettings
 from fast_batcher.errors import BatcherError
-from fast_batcher.settings import (
-    OPTIONS,
-    Option,
-    Reconfiguration,
-    Settings,
-    show_bytes,
-)
+from fast_batcher.settings import OPTIONS, Option, Reconfiguration, Settings, show_bytes
 
 NAMES = [
     *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
@@ -177,10 +163,7 @@ def test_each_option_is_complete() -> None:
     ("method", "signature"),
     [
         ("process_batched", "(self, value, *, timeout=None, priority=0)"),
-        (
-            "process_many",
-            "(self, values, *, timeout=None, priority=0, return_exceptions=False)",
-        ),
+        ("process_many", "(self, values, *, timeout=None, priority=0, return_exceptions=False)"),
         ("submit", "(self, value, *, timeout=None, priority=0)"),
         ("open", "(self, *, wait_ready=True)"),
         ("aclose", "(self)"),

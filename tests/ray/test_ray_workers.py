@@ -112,9 +112,7 @@ async def test_missing_module_error_names_runtime_env(cluster: RayCluster) -> No
     assert "runtime_env={'working_dir': '.'}" in error
 
 
-async def test_unmet_demand_is_named_with_its_resources(
-    cluster: RayCluster,
-) -> None:
+async def test_unmet_demand_is_named_with_its_resources(cluster: RayCluster) -> None:
     workers = RayWorkers(num_gpus=2, placement_timeout=8.0)
     error = await opening_error(Placed, workers=workers)
     assert "had no node within placement_timeout=8 seconds" in error

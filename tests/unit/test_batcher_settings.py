@@ -203,10 +203,7 @@ async def a_coroutine(_: object) -> float:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"num_workers": (1, 3), "devices": "cpu"},
-            r"num_workers=\(1, 3\): .*; omit num_workers",
-        ),
+        ({"num_workers": (1, 3), "devices": "cpu"}, r"num_workers=\(1, 3\): .*; omit num_workers"),
         (
             {"num_workers": 3, "devices": ["cuda:0", "cuda:1"]},
             "num_workers=3: .*; omit num_workers",
@@ -224,9 +221,7 @@ def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], mess
     assert re.match(message, refusal(**settings))
 
 
-def test_max_rss_bytes_needs_linux(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_max_rss_bytes_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert refusal(max_rss_bytes=1).startswith("max_rss_bytes=1: the memory of a process")
     construct(max_rss_bytes=None)

@@ -13,17 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.collated import (
-    Compiled,
-    Doubles,
-    Keeps,
-    Noted,
-    Notes,
-    OnGrad,
-    Sequences,
-    Trains,
-    Words,
-)
+from models.collated import Compiled, Doubles, Keeps, Noted, Notes, OnGrad, Sequences, Trains, Words
 from waits import ONE_LOOP, assert_balance, call, outcome, turns
 
 from fast_batcher import (

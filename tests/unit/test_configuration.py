@@ -277,9 +277,7 @@ def test_missing_file_is_refused(name: str, error: str, monkeypatch: pytest.Monk
     assert refusal().startswith(error)
 
 
-def test_contradicting_options_are_named_with_sources(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_contradicting_options_are_named_with_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAST_BATCHER_RE_RANKER__POLICY", "fixed")
     with pytest.raises(ConfigurationError, match="max_delay=None") as caught:
         construct()

@@ -11,12 +11,7 @@ from memory_files import refuse_memory
 from fast_batcher._parent.sending import SharedAnswer, decode
 from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
 from fast_batcher._transport.channels import Kind
-from fast_batcher._transport.pickling import (
-    SerializedError,
-    describe,
-    dumps,
-    loads,
-)
+from fast_batcher._transport.pickling import SerializedError, describe, dumps, loads
 from fast_batcher._worker.loop import ReplyEncoder
 from fast_batcher.errors import TransportError
 
@@ -130,9 +125,7 @@ def test_pipe_is_used_without_shared_memory(post: Post, caplog: pytest.LogCaptur
     assert post.writer._ranges.count == 0
 
 
-def test_missing_outbox_is_warned_about_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_missing_outbox_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     encoder = ReplyEncoder(OSError("no such memory"), MAX_FRAME_BYTES)
     encoder.give_back_unused()
     encoder.pack(["small"], {})

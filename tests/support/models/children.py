@@ -143,9 +143,7 @@ class StartsProcesses(InferenceModel[str, int]):
 
     def _start(self, command: str) -> int:
         process = subprocess.Popen(
-            ["sh", "-c", command],
-            stdout=subprocess.PIPE,
-            start_new_session=self._in_own_session,
+            ["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=self._in_own_session
         )
         self._started.append(process)
         assert process.stdout is not None
