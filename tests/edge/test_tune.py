@@ -142,9 +142,9 @@ def test_no_recommendation_hides_a_loss() -> None:
 
 
 def test_any_model_and_rate_can_be_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand models, from microseconds to minutes, most of them at loads beyond their reach."""
+    """Models that take from microseconds to minutes, most of them at loads beyond their reach."""
     monkeypatch.setattr(advice_module, "REQUESTS", 60)
-    for seed in range(1000):
+    for seed in range(300):
         random = Random(seed)
         fixed, each = (10 ** random.uniform(-6, 2) for _ in range(2))
         seconds = {

@@ -6,14 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory_files import refuse_memory
 
-from fast_batcher._parent.sending import SharedAnswer, decode
 from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
 from fast_batcher._transport.channels import Kind
-from fast_batcher._transport.pickling import SerializedError, describe, dumps, loads
+from fast_batcher._transport.pickling import SerializedError, describe, loads
 from fast_batcher._worker.loop import ReplyEncoder
-from fast_batcher.errors import TransportError
 
 MEBI = 2**20
 SIZE = 8 * MEBI
@@ -32,23 +29,7 @@ class Post:
     def pack(self, outputs: list[Any], failures: dict[int, SerializedError] | None = None) -> Any:
         """The kind of the last frame, and what all of them say."""
         frames = self.encoder.pack(outputs, failures or {})
-        kind, body = frames[-1]
-        if kind == Kind.OUTPUT_ATOMS:
-            return kind, loads(body)
-        if kind == Kind.OUTPUTS:
-            return kind, outcomes_in(frames)
-        return kind, SharedAnswer(body, self.outbox, decode)()
-
-    def where(self, outputs: list[Any]) -> list[Any]:
-        """Place of large outputs, sizes of their parts, and so on."""
-        ((kind, body),) = self.encoder.pack(outputs, {})
-        assert kind == Kind.SHARED_OUTPUTS
-        where: list[Any] = [*loads(body)]
-        assert where.pop() == {}
-        return where
-
-    def load(self, where: list[Any]) -> list[Any]:
-        return self.outbox.find(*where).load(lambda error: error)
+        return frames[-1][0], outcomes_in(frames)
 
     def close(self) -> None:
         self.outbox.close()
@@ -84,12 +65,6 @@ class Counted:
         return Counted, (self.value,)
 
 
-def test_posted_outputs_are_released(post: Post) -> None:
-    for raw in (bytearray(LARGE), bytearray(LARGE)):
-        assert post.pack([np.frombuffer(raw, np.uint8), raw])[0] is Kind.SHARED_OUTPUTS
-        raw.append(1)
-
-
 def fill(post: Post) -> None:
     """Leave no room, in answers that nobody copies."""
     while post.encoder.pack([np.zeros(MEBI, np.uint8)], {})[0][0] is Kind.SHARED_OUTPUTS:
@@ -115,16 +90,6 @@ def test_outputs_without_room_use_the_pipe(
     assert f"of max_shared_bytes={SIZE} are taken" in record.message
 
 
-def test_pipe_is_used_without_shared_memory(post: Post, caplog: pytest.LogCaptureFixture) -> None:
-    refuse_memory(post.writer._fd)
-    for _ in range(2):
-        kind, (got,) = post.pack([np.full(LARGE, 1)])
-        assert (kind, got.sum()) == (Kind.OUTPUTS, LARGE)
-    (record,) = caplog.records
-    assert "Bad file descriptor" in record.message
-    assert post.writer._ranges.count == 0
-
-
 def test_missing_outbox_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     encoder = ReplyEncoder(OSError("no such memory"), MAX_FRAME_BYTES)
     encoder.give_back_unused()
@@ -137,10 +102,3 @@ def test_missing_outbox_is_warned_about_once(caplog: pytest.LogCaptureFixture) -
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2
-
-
-@pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
-def test_answer_with_invalid_failures_is_invalid(post: Post, failures: Any) -> None:
-    body = dumps((*post.where([np.zeros(LARGE)]), failures))
-    with pytest.raises(TransportError):
-        SharedAnswer(body, post.outbox, decode)()

@@ -150,13 +150,6 @@ class Grows(InferenceModel[int, bytes]):
         return [b"x" * count for count in inputs]
 
 
-class Lengths(InferenceModel[bytes, int]):
-    """Returns the length of each input."""
-
-    def infer(self, inputs: list[bytes]) -> list[int]:
-        return [len(data) for data in inputs]
-
-
 class Reuses(InferenceModel[int, bytearray]):
     """Answers all with one buffer, and writes over it and its inputs afterwards."""
 
