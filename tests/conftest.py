@@ -38,11 +38,7 @@ BACKENDS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(
-    params=[*BACKENDS.values()],
-    ids=[*BACKENDS],
-    scope="session",
-)
+@pytest.fixture(params=[*BACKENDS.values()], ids=[*BACKENDS], scope="session")
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
     """The loops that async tests run on, for anyio's plugin."""
     return request.param

@@ -8,6 +8,7 @@ import logging
 import math
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from models.base import Echo
 from models.collated import Compiles
 from models.crashing import Stuck
-from models.loading import NeverLoads, RaisesOnLoad
+from models.loading import NeverLoads
 from models.methods import Both
 from models.ordinary import (
     BatchSize,
@@ -29,7 +30,6 @@ from models.ordinary import (
     GatedOnLoad,
     GatedStages,
     Holds,
-    Lengths,
     Slow,
     Whereabouts,
 )
@@ -39,7 +39,6 @@ from pydantic import BaseModel
 from tables import Frame
 from waits import (
     LIMIT,
-    ONE_LOOP,
     SOON,
     SOON_IN_WORKER,
     Gate,
@@ -48,7 +47,6 @@ from waits import (
     assert_balance,
     both_loops,
     call,
-    measured,
     outcome,
     turns,
     until,
@@ -61,16 +59,10 @@ from fast_batcher import (
     DynBatcher,
     NotReadyError,
     QueueFullError,
-    WorkerStartupError,
 )
+from fast_batcher._process import SLOW
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """One loop, but for tests that are marked with `both_loops`."""
-    return getattr(request, "param", ONE_LOOP)
 
 
 async def begin(
@@ -92,31 +84,6 @@ async def test_no_request_waits_for_the_compilation_of_an_allowed_size() -> None
 
 
 # --- settings that change -------------------------------------------------------------------------
-
-
-@both_loops
-async def test_settings_change_while_it_runs(gate: Gate) -> None:
-    async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
-        calls = [call(batcher, "running")]
-        visit = await gate.visit()
-        calls += [call(batcher, number) for number in range(3)]
-        await turns()
-        with pytest.raises(RuntimeError, match="must be called on the event loop"):
-            await asyncio.to_thread(batcher.reconfigure, max_batch_size=1)
-        batcher.reconfigure(max_batch_size=8, max_queue_size=1)
-        with pytest.raises(QueueFullError, match="max_queue_size=1"):
-            await batcher.process_batched("too many")
-        batcher.reconfigure(max_queue_size=None)
-        calls += [call(batcher, number) for number in range(3, 8)]
-        await turns()
-        notes = [visit.note]
-        for _ in range(2):
-            visit.let_on()
-            visit = await gate.visit()
-            notes.append(visit.note)
-        visit.let_on()
-        assert notes == [["running"], [0, 1], [2, 3, 4, 5, 6, 7]]
-        assert await asyncio.gather(*calls) == ["running", *range(8)]
 
 
 async def test_invalid_setting_changes_no_setting() -> None:
@@ -157,43 +124,20 @@ async def test_disabled_batching_sends_each_request_alone(gate: Gate) -> None:
 # --- calls ----------------------------------------------------------------------------------------
 
 
-async def test_falsy_inputs_come_back_as_they_went() -> None:
-    """Fault F70; and the model may be named by a string."""
-    values: list[Any] = [None, 0, 0.0, "", b"", [], {}, (), False, math.inf, "text", {"a": [None]}]
-    async with DynBatcher[Any, Any]("models.base:Echo") as batcher:
-        for value in values:
-            output = await batcher.process_batched(value)
-            assert output == value
-            assert type(output) is type(value)
-        outputs = await batcher.process_many(values)
-        assert outputs == values
-        assert [type(output) for output in outputs] == [type(value) for value in values]
+class SlowToPickle:
+    """Works while it is pickled, as an image that is read and decoded only then."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(1.5 * SLOW)
+        return list, ()
 
 
-@both_loops
-async def test_each_caller_gets_its_own_answer() -> None:
-    async with DynBatcher(Echo, 7) as batcher:
-        values = list(range(1000))
-        random.shuffle(values)
-        calls = []
-        for value in values:
-            calls.append(call(batcher, value))
-            if random.random() < 0.2:
-                await turns(1)
-        assert await asyncio.gather(*calls) == values
-        assert assert_balance(batcher).completed == 1000
-
-
-async def test_exception_as_output_fails_that_request_alone() -> None:
-    """Fault F28."""
-    async with DynBatcher(FailsPositions) as batcher:
-        calls = [call(batcher, text) for text in ("one", "bad", "two")]
-        one, bad, two = [await outcome(task) for task in calls]
-        assert (one, two) == ("one", "two")
-        assert isinstance(bad, ValueError)
-        assert str(bad) == "this one is bad"
-        stats = assert_balance(batcher)
-        assert (stats.completed, stats.failed) == (2, 1)
+async def test_slow_pickling_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with DynBatcher(Echo) as batcher:
+        for _ in range(2):
+            assert await batcher.process_batched(SlowToPickle()) == []
+    (message,) = [one for one in caplog.messages if "pickling inputs took" in one]
+    assert message.startswith("Echo: ")
 
 
 async def test_invalid_timeout_is_rejected_unqueued() -> None:
@@ -279,32 +223,6 @@ async def test_cancelled_requests_affect_no_others_of_batch(
         assert await outcome(late) == "late"
         stats = assert_balance(batcher)
         assert (stats.completed, stats.cancelled) == (4 - len(victims), len(victims))
-
-
-@ways_to_cancel
-@pytest.mark.parametrize("victims", [{0, 2}, {0, 1, 2, 3}], ids=str)
-async def test_cancelled_waiting_request_is_not_computed(
-    gate: Gate, start: Cancellable, victims: set[int]
-) -> None:
-    others = sorted({0, 1, 2, 3} - victims)
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        (first,), visit = await begin(batcher, gate, "first")
-        started = [start(batcher, number) for number in range(4)]
-        await turns()
-        assert assert_balance(batcher).waiting == 4
-        for number in victims:
-            started[number][1]()
-            assert isinstance(await outcome(started[number][0]), asyncio.CancelledError)
-        stats = assert_balance(batcher)
-        assert (stats.waiting, stats.cancelled) == (len(others), len(victims))
-        visit.let_on()
-        if others:
-            visit = await gate.visit()
-            assert visit.note == others
-            visit.let_on()
-        assert await outcome(first) == "first"
-        assert [await outcome(started[number][0]) for number in others] == others
-        assert batcher.stats.batches == 1 + bool(others)
 
 
 @ways_to_cancel
@@ -419,17 +337,6 @@ async def test_overdue_worker_is_not_ready_until_it_answers(
         assert_balance(batcher)
 
 
-async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
-    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
-    with pytest.raises(NotReadyError, match=rf"within its timeout of {SOON} seconds"):
-        await batcher.process_batched(1, timeout=SOON)
-    (await gate.visit()).let_on()
-    assert await batcher.process_batched(2) == 2
-    stats = assert_balance(batcher)
-    assert (stats.expired, stats.completed) == (1, 1)
-    await batcher.aclose()
-
-
 @both_loops
 async def test_infer_timeout_replaces_worker_and_keeps_queue(
     gate: Gate, caplog: pytest.LogCaptureFixture
@@ -526,13 +433,6 @@ async def test_full_byte_queue_rejects_at_once(gate: Gate) -> None:
         gate.close()
         for task in (*running, waiting, fitting):
             assert isinstance(await outcome(task), str)
-
-
-async def test_many_wait_for_room_in_bytes_as_well() -> None:
-    settings: dict[str, Any] = {"max_queue_bytes": 10_000}
-    async with DynBatcher(Lengths, 8, **settings) as batcher:
-        assert await batcher.process_many([b"x" * 3000] * 50) == [3000] * 50
-        assert batcher.stats.rejected == 0
 
 
 # --- many -----------------------------------------------------------------------------------------
@@ -688,27 +588,7 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 Threads = concurrent.futures.ThreadPoolExecutor
 
 
-@both_loops
-async def test_submit_serves_many_threads_at_once(threads: Threads) -> None:
-    """Fault F48."""
-    async with DynBatcher(Echo, 8) as batcher:
-
-        def work(start: int) -> list[int]:
-            futures = [batcher.submit(start + number) for number in range(100)]
-            return [future.result(LIMIT) for future in futures]
-
-        loop = asyncio.get_running_loop()
-        starts = range(0, 800, 100)
-        results = await asyncio.gather(
-            *[loop.run_in_executor(threads, work, start) for start in starts]
-        )
-        assert results == [list(range(start, start + 100)) for start in starts]
-        assert assert_balance(batcher).completed == 800
-
-
-def _errors_of(
-    future: "concurrent.futures.Future[Any]",
-) -> "concurrent.futures.Future[Any]":
+def _errors_of(future: "concurrent.futures.Future[Any]") -> "concurrent.futures.Future[Any]":
     """A future for the error of a future, None if it has a result."""
     errors: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.add_done_callback(lambda done: errors.set_result(done.exception()))
@@ -845,23 +725,7 @@ async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
 
 
 @both_loops
-async def test_a_closed_batcher_can_be_opened_again() -> None:
-    batcher = DynBatcher(Whereabouts)
-    pids = set()
-    for _ in range(3):
-        async with batcher:
-            pids.add(await batcher.process_batched(None))
-        with pytest.raises(BatcherClosedError):
-            await batcher.process_batched(None)
-    assert len(pids) == 3
-    stats = assert_balance(batcher)
-    assert (stats.state, stats.completed, stats.rejected) == ("closed", 3, 3)
-
-
-@both_loops
-async def test_earlier_close_does_not_close_reopened_batcher(
-    gate: Gate,
-) -> None:
+async def test_earlier_close_does_not_close_reopened_batcher(gate: Gate) -> None:
     batcher = DynBatcher(Holds, model_args=(gate.path,), stop_timeout=SOON)
     await batcher.open()
     held = call(batcher, "hold")
@@ -933,41 +797,6 @@ async def test_draining_skips_the_fixed_window(count: int) -> None:
         await batcher.aclose()
     assert [await outcome(task) for task in accepted] == [0, 1, 2]
     assert batcher.stats.releases == {"drain": 1}
-
-
-@both_loops
-async def test_requests_unfinished_after_drain_timeout_fail(gate: Gate) -> None:
-    batcher = DynBatcher(
-        Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=SOON, stop_timeout=SOON
-    )
-    await batcher.open()
-    accepted, visit = await begin(batcher, gate, *range(5))
-    with Watch([visit.pid]) as worker:
-        async with asyncio.timeout(LIMIT):
-            await batcher.aclose()
-        assert worker.survivors(0.0) == []
-    for task in accepted:
-        error = await outcome(task)
-        assert isinstance(error, BatcherClosedError)
-        assert "was closed before it answered" in str(error)
-    assert assert_balance(batcher).failed == 5
-
-
-async def test_call_after_close_is_rejected() -> None:
-    """Fault F50; it may end by an exception in the body."""
-    with pytest.raises(ZeroDivisionError):
-        async with DynBatcher(Echo, name="closed one") as batcher:
-            raise ZeroDivisionError
-    with measured(0.01, "a call after the end is refused"):
-        async with asyncio.timeout(LIMIT):
-            with pytest.raises(
-                BatcherClosedError, match=r"closed one is closed.*opens a closed batcher again"
-            ):
-                await batcher.process_batched(1)
-    with pytest.raises(BatcherClosedError):
-        await batcher.process_many([1])
-    stats = assert_balance(batcher)
-    assert (stats.rejected, stats.submitted) == (2, 0)
 
 
 @both_loops
@@ -1085,33 +914,6 @@ async def test_lifespan_opens_and_closes_the_batcher(gate: Gate, waits: bool) ->
     assert batcher.state == "closed"
 
 
-@both_loops
-async def test_failed_start_leaves_no_worker() -> None:
-    before = psutil.Process().children()
-    batcher = DynBatcher(RaisesOnLoad, num_workers=2)
-    early = call(batcher, "early")
-    with pytest.raises(WorkerStartupError, match=r"FileNotFoundError: no weights"):
-        await batcher.open()
-    assert psutil.Process().children() == before
-    assert isinstance(await outcome(early), WorkerStartupError)
-    errors = []
-    for _ in range(2):
-        with pytest.raises(WorkerStartupError) as caught:
-            await batcher.process_batched(1)
-        errors.append(caught.value)
-    assert errors[0] is not errors[1]
-    assert "in __init__" in str(errors[0].__cause__)
-    with pytest.raises(WorkerStartupError):
-        await batcher.open()
-    with pytest.raises(WorkerStartupError):
-        batcher.submit(1)
-    assert (batcher.state, batcher.is_ready) == ("broken", False)
-    assert isinstance(batcher.start_error, WorkerStartupError)
-    assert_balance(batcher)
-    await batcher.aclose()
-    assert batcher.state == "closed"
-
-
 # --- what can be seen of it -----------------------------------------------------------------------
 
 
@@ -1128,9 +930,7 @@ async def test_repr_is_a_status_line(gate: Gate) -> None:
     assert repr(batcher) == end
 
 
-async def test_each_state_change_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_each_state_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fast_batcher"):
         async with DynBatcher(Echo, name="logged"):
             pass
@@ -1141,6 +941,3 @@ async def test_each_state_change_is_logged_once(
         "logged: open -> draining (drain)",
         "logged: draining -> closed (close)",
     ]
-
-
-# --- several workers ------------------------------------------------------------------------------

@@ -30,13 +30,12 @@ from models.loading import (
 )
 from models.ordinary import Gated, GatedOnLoad, Holds, Noisy, Whereabouts
 from models.raising import EXCEPTIONS, Raises
-from models.returning import OUTPUTS, UNPICKLABLE, RefusesPickling, Returns
+from models.returning import OUTPUTS, Returns
 from packed_frames import pack
 from programs import Start, program
 from sessions import pids_of
 from waits import (
     LIMIT,
-    ONE_LOOP,
     Gate,
     Watch,
     assert_balance,
@@ -53,7 +52,6 @@ from fast_batcher import (
     InferenceError,
     OutputMismatchError,
     RequestTooLargeError,
-    UnsendableValueError,
     WorkerLostError,
     WorkerStartupError,
 )
@@ -68,40 +66,12 @@ __all__ = ["program"]
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """One loop, but for tests that are marked with `both_loops`."""
-    return getattr(request, "param", ONE_LOOP)
-
-
 async def until_not_ready(batcher: DynBatcher[Any, Any]) -> None:
     """Wait until it has been noticed that no worker is left."""
     await until(lambda: batcher.stats.workers_ready == 0)
 
 
 # --- workers that die -----------------------------------------------------------------------------
-
-
-@both_loops
-async def test_killed_worker_fails_its_batch_and_is_replaced(gate: Gate) -> None:
-    """Fault F02."""
-    async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
-        calls = [call(batcher, value) for value in ("hold", 1, 2)]
-        visit = await gate.visit()
-        waiting = call(batcher, "waiting")
-        await turns()
-        with measured(0.2, "callers know that their worker was killed"):
-            os.kill(visit.pid, signal.SIGKILL)
-            async with asyncio.timeout(LIMIT):
-                errors = [await outcome(task) for task in calls]
-        for error in errors:
-            assert isinstance(error, WorkerLostError)
-            assert "signal 9 (SIGKILL, possibly out of memory)" in str(error)
-        assert len({id(error) for error in errors}) == 3
-        assert await outcome(waiting) == "waiting"
-        assert await batcher.process_batched("next") == "next"
-        stats = assert_balance(batcher)
-        assert (stats.failed, stats.completed, stats.restarts) == (3, 2, 1)
 
 
 @both_loops
@@ -290,38 +260,6 @@ async def test_the_model_must_return_one_output_per_input(
     assert await returning.process_batched("list") == "list"
     assert returning.stats.restarts == 0
     assert_balance(returning)
-
-
-class ReprRaisesError(Exception):
-    def __repr__(self) -> str:
-        raise ValueError("no repr")
-
-
-UNSENDABLE: dict[str, Callable[[], Any]] = {
-    **UNPICKLABLE,
-    "unprintable": lambda: RefusesPickling(ReprRaisesError()),
-    "interrupts": lambda: RefusesPickling(KeyboardInterrupt()),
-}
-
-
-async def test_inputs_that_cannot_be_pickled_fail_alone() -> None:
-    """Fault F27."""
-    async with DynBatcher(Echo) as batcher:
-        values = [value for make in UNSENDABLE.values() for value in ("good", make())]
-        for batch in (values, *([value] for value in values[1::2])):
-            calls = [call(batcher, value) for value in batch]
-            for value, result in zip(batch, [await outcome(task) for task in calls], strict=True):
-                if isinstance(value, str):
-                    assert result == value
-                else:
-                    assert isinstance(result, UnsendableValueError)
-                    assert isinstance(result, TypeError)
-                    assert "send plain data instead" in str(result)
-                    assert result.__cause__ is not None
-        assert await batcher.process_batched("next") == "next"
-        stats = assert_balance(batcher)
-        count = len(UNSENDABLE)
-        assert (stats.completed, stats.failed, stats.restarts) == (count + 1, 2 * count, 0)
 
 
 # --- large messages -------------------------------------------------------------------------------
@@ -514,17 +452,6 @@ def run(new_loop: NewLoop) -> Run:
             loop.close()
 
     return run
-
-
-def test_batcher_opens_again_after_its_loop_is_closed(run: Run) -> None:
-    """Fault F47."""
-    batcher = DynBatcher(Whereabouts)
-    pids = {run(batcher.process_batched(None)) for _ in range(3)}
-    assert len(pids) == 3
-    with Watch([*pids]) as workers:
-        run(batcher.aclose())
-        assert workers.survivors(0.0) == []
-    assert (batcher.state, assert_balance(batcher).completed) == ("closed", 3)
 
 
 def test_requests_of_closed_loop_are_dropped(run: Run, gate: Gate) -> None:

@@ -30,7 +30,6 @@ from fast_batcher import (
     QueueFullError,
     UnsendableValueError,
     WorkerStartupError,
-    aio,
 )
 from fast_batcher.caching import LRUCache, hash_input
 
@@ -536,8 +535,7 @@ def test_the_recipe_for_diskcache_works(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    shutil.which("redis-server") is None,
-    reason="Redis is needed: apt-get install redis-server",
+    shutil.which("redis-server") is None, reason="Redis is needed: apt-get install redis-server"
 )
 def test_the_recipe_for_redis_works() -> None:
     # Not below pytest's directory, whose path may be too long for a socket.
@@ -562,20 +560,3 @@ def test_the_recipe_for_redis_works() -> None:
         finally:
             server.kill()
             shutil.rmtree(directory)
-
-
-@pytest.mark.slow
-async def test_decorators_take_the_same_caches() -> None:
-    batches: list[Any] = []
-
-    async def double(items: list[Any]) -> list[Any]:
-        batches.append(items)
-        return [item * 2 for item in items]
-
-    async with aio.dynamically(cache=LRUCache(9))(double) as function:
-        for _ in range(2):
-            assert await function([1, [2]]) == [2, [2, 2]]
-        assert batches == [[1, [2]]]
-        assert function.stats.cache_stats.hits == 2
-    with pytest.raises(ConfigurationError, match=r"cache=7: give an object with get"):
-        aio.dynamically(cache=7)(double)  # type: ignore[call-overload]

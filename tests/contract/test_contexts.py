@@ -28,9 +28,7 @@ class Value:
     """A value of a context variable; a weak reference tells whether a context still has it."""
 
 
-async def test_functions_see_context_of_their_caller(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_functions_see_context_of_their_caller(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[tuple[str, Any, Any]] = []
 
     def cost(value: Any) -> float:

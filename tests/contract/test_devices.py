@@ -11,17 +11,12 @@ from models.base import Echo
 from models.ordinary import Placed
 from paths import ROOT
 from programs import run_command
-from waits import ONE_LOOP, until
+from waits import until
 
 from fast_batcher import ConfigurationError, DynBatcher
 from fast_batcher._devices import find_gpus, place_workers
 
 CORES = sorted(os.sched_getaffinity(0))
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    return ONE_LOOP
 
 
 @pytest.fixture(autouse=True)

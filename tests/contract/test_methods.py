@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from models.methods import Both, Holds, MarkedInfer, OnlyMethods
 from sessions import Make, make, own_directory
-from waits import ONE_LOOP, Gate, assert_balance
+from waits import Gate, assert_balance
 
 from fast_batcher import (
     Collation,
@@ -26,12 +26,6 @@ from fast_batcher.model import MethodOptions, find_methods
 __all__ = ["make", "own_directory"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: the core and the worker decide."""
-    return ONE_LOOP
 
 
 async def test_each_method_has_its_batches_and_its_size(make: Make) -> None:

@@ -4,13 +4,13 @@ import asyncio
 import gc
 import logging
 from collections import Counter
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
 from models.base import Echo
 from models.crashing import Crashes
 from models.ordinary import Gated
+from recorder import Recorder, caller
 from waits import Gate, both_loops
 
 from fast_batcher import ConfigurationError, DynBatcher, aio, dynamically
@@ -24,33 +24,6 @@ from fast_batcher.observing import (
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-caller: ContextVar[str] = ContextVar("caller", default="nobody")
-
-
-class Recorder(Observer):
-    """Keeps every event, and the context variable that it was told in."""
-
-    def __init__(self, *, needs_context: bool = False) -> None:
-        self.needs_context = needs_context
-        self.events: list[Any] = []
-        self.seen: set[str] = set()
-
-    def _keep(self, event: Any) -> None:
-        self.events.append(event)
-        self.seen.add(caller.get())
-
-    batch_answered = request_ended = worker_changed = collection_paused = _keep
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def answered(self) -> list[Any]:
-        return [one for batch in self.of(BatchAnswered) for one in batch.requests]
-
-    def outcomes(self) -> Counter[str]:
-        return Counter([one.outcome for one in (*self.answered, *self.of(RequestEnded))])
 
 
 @both_loops
@@ -117,9 +90,7 @@ async def test_event_sums_equal_statistics_after_deaths() -> None:
 
 
 @both_loops
-async def test_raising_observer_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_raising_observer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Observer):
         def batch_answered(self, event: BatchAnswered) -> None:
             raise ZeroDivisionError

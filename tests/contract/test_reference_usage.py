@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 from models.ordinary import BatchSize
 from models.returning import Returns
-from waits import LIMIT, Watch
+from waits import Watch
 
 from fast_batcher.dyn_batcher import DynBatcher
 from fast_batcher.errors import DynamicBatchIndexError
@@ -119,22 +119,6 @@ async def test_async_test_calls_batcher_of_synchronous_fixture(
 ) -> None:
     sizes = await asyncio.gather(*[dyn_batcher.process_batched(number) for number in range(16)])
     assert sizes == [8] * 16
-
-
-@pytest.mark.slow
-def test_module_batcher_serves_loop_after_loop() -> None:
-    """As for async tests that share a batcher: each has a loop, and the one before is closed."""
-    batcher: DynBatcher[Any, Any] = DynBatcher(BatchSize, max_batch_size=4, max_delay=0.1)
-
-    async def ask(count: int) -> None:
-        async with asyncio.timeout(LIMIT):
-            sizes = await asyncio.gather(*[batcher.process_batched(0) for _ in range(count)])
-        assert sizes == [count] * count
-
-    asyncio.run(batcher.open())
-    for count in (1, 2, 3):
-        asyncio.run(ask(count))
-    batcher.stop()
 
 
 # --- names ----------------------------------------------------------------------------------------

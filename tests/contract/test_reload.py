@@ -3,16 +3,16 @@
 import asyncio
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.versions import Versioned
+from recorder import Load
 from sessions import Make, host_of, make, own_directory, pids_of
 from shared_client import client
 from shared_client import make as shared
-from waits import ONE_LOOP, assert_balance, outcome, until
+from waits import assert_balance, outcome, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -29,34 +29,6 @@ __all__ = ["make", "own_directory"]
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: the pool decides."""
-    return ONE_LOOP
-
-
-class Load:
-    """Callers that ask again as soon as they are answered."""
-
-    def __init__(self, batcher: DynBatcher[Any, Any], callers: int = 8) -> None:
-        self.batcher = batcher
-        self.versions: Counter[str] = Counter()
-        self.fewest_ready = batcher.stats.workers_ready
-        self._is_over = False
-        self._tasks = [asyncio.create_task(self._call()) for _ in range(callers)]
-
-    async def _call(self) -> None:
-        while not self._is_over:
-            version, _ = await self.batcher.process_batched(None)
-            self.versions[version] += 1
-            self.fewest_ready = min(self.fewest_ready, self.batcher.stats.workers_ready)
-
-    async def end(self) -> None:
-        """End; raises the first error of a caller."""
-        self._is_over = True
-        await asyncio.gather(*self._tasks)
-
-
 async def versions_of(batcher: DynBatcher[Any, Any]) -> set[str]:
     """The versions of all idle workers."""
     answers = await asyncio.gather(*(batcher.process_batched(None) for _ in range(40)))
@@ -69,14 +41,14 @@ async def test_reload_under_load_loses_no_request(make: Make) -> None:
     )
     async with batcher:
         load = Load(batcher)
-        await until(lambda: load.versions["one"] > 20)
+        await until(lambda: load.answers["one"] > 20)
         before = set(pids_of(batcher))
         await batcher.reload(model_args=("two",))
-        count = load.versions["two"]
-        await until(lambda: load.versions["two"] > count + 20)
+        count = load.answers["two"]
+        await until(lambda: load.answers["two"] > count + 20)
         await load.end()
         assert load.fewest_ready == 2
-        assert set(load.versions) == {"one", "two"}
+        assert set(load.answers) == {"one", "two"}
         await until(lambda: len(pids_of(batcher)) == 2)
         assert before.isdisjoint(pids_of(batcher))
         stats = assert_balance(batcher)
@@ -99,7 +71,7 @@ async def test_failed_reload_loses_no_request(make: Make, version: str) -> None:
                 await batcher.reload(model_args=(version,))
         await load.end()
         assert load.fewest_ready == 2
-        assert set(load.versions) == {"one"}
+        assert set(load.answers) == {"one"}
         stats = assert_balance(batcher)
         assert (stats.failed, stats.expired, stats.generation) == (0, 0, 0)
         await batcher.reload(model_args=("two",))

@@ -17,6 +17,7 @@ from fastapi import HTTPException, UploadFile
 from models.base import Echo
 from models.crashing import Stuck
 from models.large import Digests, MakesLarge, digest, fingerprint, make_large
+from models.loading import NeedsFile
 from models.ordinary import Gated, GatedOnLoad, Grows, Holds, Slow
 from models.raising import (
     BadText,
@@ -27,25 +28,15 @@ from models.raising import (
     Raises,
     Refuses,
 )
-from models.returning import UNPICKLABLE, Returns
+from models.returning import UNPICKLABLE, RefusesPickling, Returns
 from models.scribbling import ScribblesAndDies
-from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, NeedsFileAndDies, Web
+from models.shared import Batches, DiesInBatch, NeedsFileAndDies, Web
 from models.stages import InStages
+from recorder import Recorder
 from sessions import Make, frames_of, needs_pickling, own_directory
 from sessions import make as make_in_processes
 from sessions import make_any as make
-from waits import (
-    LIMIT,
-    ONE_LOOP,
-    SOON,
-    SOON_IN_WORKER,
-    Gate,
-    assert_balance,
-    call,
-    outcome,
-    turns,
-    until,
-)
+from waits import LIMIT, SOON, SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -64,16 +55,11 @@ from fast_batcher import (
 from fast_batcher._core import host
 from fast_batcher._host.client import RemoteSession
 from fast_batcher.caching import LRUCache
-from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
+from fast_batcher.observing import WorkerChanged
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 __all__ = ["make", "make_in_processes", "own_directory"]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    return ONE_LOOP
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -83,6 +69,7 @@ OTHERS: list[Any] = [[], {}, (), {"a": [None]}, np.arange(3), "x" * 2**21, b"x" 
 
 
 async def test_inputs_come_back_as_they_went(make: Make) -> None:
+    """Fault F70: falsy values are values."""
     async with make(Echo, 7) as batcher:
         for values in (ATOMS, OTHERS, [*ATOMS, *OTHERS], range(1000)):
             calls = [call(batcher, value) for value in values]
@@ -147,6 +134,7 @@ async def test_open_file_error_names_the_remedy(make: Make) -> None:
 
 
 async def test_threads_submit(make: Make) -> None:
+    """Fault F48."""
     async with make(Echo, 7) as batcher:
 
         def submit(first: int) -> list[Any]:
@@ -356,6 +344,8 @@ async def test_settings_change_while_it_runs(make: Make, gate: Gate) -> None:
     assert "max_queue_size=1" in str(error)
     with pytest.raises(ConfigurationError):
         batcher.reconfigure(max_batch_size=0)
+    with pytest.raises(RuntimeError, match="must be called on the event loop"):
+        await asyncio.to_thread(batcher.reconfigure, max_batch_size=1)
     batcher.reconfigure(max_queue_size=None)
     calls += [call(batcher, number) for number in range(8, 12)]
     await turns(2)
@@ -388,6 +378,7 @@ async def test_exceptions_of_the_model_reach_the_caller(make: Make, retries: boo
 
 
 async def test_errors_of_every_kind_reach_the_caller(make: Make) -> None:
+    """Fault F28: an exception among the outputs fails its request alone."""
     async with make(Web) as batcher:
         with pytest.raises(HTTPException) as raised:
             await batcher.process_batched("404")
@@ -421,15 +412,23 @@ async def test_inputs_that_the_model_refuses_have_not_failed(make: Make) -> None
         assert (stats.refused, stats.failed, stats.late_errors) == (2, 0, 0)
 
 
+class ReprRaisesError(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
 async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:
+    """Fault F27."""
     needs_pickling(make)
     async with make(Echo, 8, max_frame_bytes=2**20) as batcher:
         wrong = [make_one() for make_one in UNPICKLABLE.values()]
+        wrong += [RefusesPickling(ReprRaisesError()), RefusesPickling(KeyboardInterrupt())]
         values = ["fine", *wrong, b"x" * 2**20, np.zeros(2**20, np.uint8), 1]
         calls = [call(batcher, value) for value in values]
         outcomes = [await outcome(one) for one in calls]
         assert (outcomes[0], outcomes[-1]) == ("fine", 1)
         assert {type(one) for one in outcomes[1:-3]} == {UnsendableValueError}
+        assert all(one.__cause__ is not None for one in outcomes[1:-3])
         assert {type(one) for one in outcomes[-3:-1]} == {RequestTooLargeError}
         # Many that fit alone do not fit into one frame.
         values = [bytes([number]) * 1_000_000 for number in range(30)]
@@ -443,9 +442,7 @@ async def test_inputs_that_cannot_be_sent_fail_alone(make: Make) -> None:
 RESTARTS: dict[str, Any] = {"max_restarts": None, "restart_backoff": 0.01}
 
 
-async def test_poisonous_request_fails_alone(
-    make_in_processes: Make,
-) -> None:
+async def test_poisonous_request_fails_alone(make_in_processes: Make) -> None:
     async with make_in_processes(DiesInBatch, 8, **RESTARTS) as batcher:
         calls = [call(batcher, value) for value in (1, "poison", "two", b"3")]
         outcomes = [await outcome(one) for one in calls]
@@ -580,7 +577,8 @@ async def test_session_reopens_after_failed_start(make: Make, tmp_path: Path) ->
 
 
 def test_batcher_opens_again_on_another_event_loop(make: Make, gate: Gate) -> None:
-    batcher = make(EchoesOrHolds, 4, model_args=(gate.path,), stop_timeout=0.0)
+    """Fault F47."""
+    batcher = make(Holds, 4, model_args=(gate.path,), stop_timeout=0.0)
     abandoned: list[threading.Thread] = []
 
     async def first() -> None:
@@ -590,7 +588,7 @@ def test_batcher_opens_again_on_another_event_loop(make: Make, gate: Gate) -> No
         await gate.visit()
         await turns(2)
         left.cancel()
-        abandoned.extend(one for one in threading.enumerate() if "EchoesOrHolds" in one.name)
+        abandoned.extend(one for one in threading.enumerate() if "Holds" in one.name)
 
     async def second() -> None:
         arrays = [np.full(100_000, number) for number in range(4)]
@@ -611,23 +609,6 @@ def test_batcher_opens_again_on_another_event_loop(make: Make, gate: Gate) -> No
 
 
 # --- observers and logs ---------------------------------------------------------------------------
-
-
-class Recorder(Observer):
-    """Counts the ends of requests."""
-
-    def __init__(self) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self.changes: list[str] = []
-
-    def batch_answered(self, event: BatchAnswered) -> None:
-        self.outcomes.update(one.outcome for one in event.requests)
-
-    def request_ended(self, event: RequestEnded) -> None:
-        self.outcomes[event.outcome] += 1
-
-    def worker_changed(self, event: WorkerChanged) -> None:
-        self.changes.append(event.change)
 
 
 async def test_observers_see_each_request_once(make: Make, gate: Gate) -> None:
@@ -654,10 +635,10 @@ async def test_observers_see_each_request_once(make: Make, gate: Gate) -> None:
         cancelled=stats.cancelled,
         rejected=stats.rejected,
     )
-    assert +early.outcomes == +counted
-    assert early.outcomes.total() == len(outcomes) + 1
-    assert late.outcomes.total() == len(outcomes)
-    assert early.changes == ["started", "ready", "lost"]
+    assert +early.outcomes() == +counted
+    assert early.outcomes().total() == len(outcomes) + 1
+    assert late.outcomes().total() == len(outcomes)
+    assert [one.change for one in early.of(WorkerChanged)] == ["started", "ready", "lost"]
 
 
 async def test_late_errors_are_counted_and_one_is_logged(

@@ -18,7 +18,7 @@ from models.stages import (
     WarmsUp,
 )
 from sessions import session_of
-from waits import ONE_LOOP, SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
+from waits import SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import (
     DeadlineExceededError,
@@ -35,12 +35,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 # One waits in each stage.
 IN_STAGES = ("finish waits", "infer waits", "prepare waits")
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: the worker decides."""
-    return ONE_LOOP
 
 
 class Follower(Observer):
@@ -137,9 +131,7 @@ async def test_death_in_prepare_is_traced_to_one_request(gate: Gate) -> None:
         assert_balance(batcher)
 
 
-async def test_fatal_error_of_infer_replaces_worker(
-    gate: Gate,
-) -> None:
+async def test_fatal_error_of_infer_replaces_worker(gate: Gate) -> None:
     async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         first = call(batcher, "finish waits")
         visit = await gate.visit()
@@ -201,9 +193,7 @@ async def test_methods_other_than_infer_have_no_stages(gate: Gate) -> None:
         assert await asyncio.gather(lengths, batcher.process_batched("b")) == [[1, 14], ("b", 1)]
 
 
-async def test_batch_runs_in_its_own_context_during_prepare(
-    gate: Gate,
-) -> None:
+async def test_batch_runs_in_its_own_context_during_prepare(gate: Gate) -> None:
     async with DynBatcher(SeesContexts, 1, model_args=(gate.path,), stage_threads=2) as batcher:
         batcher.add_observer(Follower())
         tasks, visits = [], []
@@ -256,14 +246,3 @@ async def test_failing_warm_up_names_error_of_prepare() -> None:
     with pytest.raises(WorkerStartupError, match=r"warm-up .* invalid literal for int"):
         await batcher.open()
     await batcher.aclose()
-
-
-async def test_string_model_has_stages(gate: Gate) -> None:
-    batcher: DynBatcher[Any, Any] = DynBatcher(
-        "models.stages:InStages", 1, stage_threads=2, model_args=(gate.path,)
-    )
-    async with batcher:
-        tasks = [call(batcher, value) for value in IN_STAGES]
-        for visit in [await gate.visit() for _ in IN_STAGES]:
-            visit.let_on()
-        assert [await outcome(task) for task in tasks] == [(value, 1) for value in IN_STAGES]

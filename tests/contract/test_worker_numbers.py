@@ -11,12 +11,12 @@ import pytest
 from models.loading import NeedsFile
 from models.ordinary import Gated, GatedOnLoad, Slow
 from models.versions import Versioned
+from recorder import Load, Recorder
 from sessions import host_of, own_directory, pids_of, session_of
 from shared_client import make
-from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, until
+from waits import LIMIT, Gate, Watch, assert_balance, call, until
 
 from fast_batcher import ConfigurationError, DynBatcher
-from fast_batcher.observing import Observer, WorkerChanged
 
 pytestmark = [
     pytest.mark.anyio,
@@ -27,47 +27,8 @@ pytestmark = [
 __all__ = ["own_directory"]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: the pool decides."""
-    return ONE_LOOP
-
-
-class Changes(Observer):
-    """Events of workers, by index."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, str]] = []
-
-    def worker_changed(self, event: WorkerChanged) -> None:
-        self.seen.append((event.worker, event.change))
-
-    def of(self, change: str) -> list[int]:
-        return [worker for worker, seen in self.seen if seen == change]
-
-
-class Load:
-    """Callers that ask again as soon as they are answered."""
-
-    def __init__(self, batcher: DynBatcher[Any, Any], callers: int) -> None:
-        self._batcher = batcher
-        self._is_over = False
-        self.fewest_ready = 1000
-        self._tasks = [asyncio.create_task(self._call()) for _ in range(callers)]
-
-    async def _call(self) -> None:
-        while not self._is_over:
-            await self._batcher.process_batched(None)
-            self.fewest_ready = min(self.fewest_ready, self._batcher.stats.workers_ready)
-
-    async def end(self) -> None:
-        """End; raises the first error of a caller."""
-        self._is_over = True
-        await asyncio.gather(*self._tasks)
-
-
 async def test_changing_worker_number_loses_no_request() -> None:
-    changes = Changes()
+    changes = Recorder()
     batcher = DynBatcher(Slow, 2, model_args=(0.001,), observers=[changes])
     async with batcher:
         (first,) = pids_of(batcher)
@@ -84,8 +45,8 @@ async def test_changing_worker_number_loses_no_request() -> None:
         await until(lambda: batcher.stats.workers_ready == 2)
         await load.end()
         assert load.fewest_ready >= 1
-        assert sorted(changes.of("ready")) == [0, 1, 1, 2]
-        assert changes.of("removed") == [2, 1]
+        assert sorted(changes.workers("ready")) == [0, 1, 1, 2]
+        assert changes.workers("removed") == [2, 1]
         stats = assert_balance(batcher)
         assert (stats.failed, stats.expired, stats.rejected, stats.restarts) == (0, 0, 0, 0)
 

@@ -49,9 +49,7 @@ async def test_worker_runs_all_stages_and_closes_its_model(
     assert (tmp_path / "closed").exists()
 
 
-async def test_failed_load_is_a_startup_error_with_traceback(
-    options: dict[str, Any],
-) -> None:
+async def test_failed_load_is_a_startup_error_with_traceback(options: dict[str, Any]) -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher(Contract, model_args=["", "no file"], **options)
     with pytest.raises(WorkerStartupError, match=r"could not load Contract: .*no file") as raised:
         await batcher.open()
@@ -71,9 +69,7 @@ async def test_worker_that_takes_too_long_is_replaced(
         assert after != before
 
 
-async def test_dead_worker_is_replaced(
-    options: dict[str, Any],
-) -> None:
+async def test_dead_worker_is_replaced(options: dict[str, Any]) -> None:
     async with DynBatcher(Placed, idempotent=False, **options) as batcher:
         _, before = await batcher.process_batched("a")
         with pytest.raises(WorkerLostError):

@@ -13,9 +13,9 @@ import pytest
 import typer
 from fastapi import FastAPI
 from paths import PYTHONPATH
+from programs import run_command
 from pydantic import BaseModel, ConfigDict, Field
 from servers import Server
-from waits import LIMIT
 
 from fast_batcher._cli.bench import _find_warnings, _parse_rates, _parse_url, _read_numbers
 from fast_batcher._load.bodies import _find_operation, read_requests, read_schema
@@ -279,13 +279,9 @@ def url() -> Iterator[str]:
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_command(
         [sys.executable, "-m", "fast_batcher", "bench", *arguments],
         env={"PATH": "", "PYTHONPATH": PYTHONPATH, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
     )
 
 
@@ -400,13 +396,9 @@ def test_bench_error_is_reported_in_one_line(
 def test_too_few_descriptors_are_told(url: str, limit: str, message: str | None) -> None:
     command = f"{sys.executable} -m fast_batcher bench {url}/length {shlex.join(SHORT)}"
     rates = "--rates 20 --clients 40"
-    done = subprocess.run(
+    done = run_command(
         ["/bin/sh", "-c", f"ulimit {limit}; {command} {rates}"],
         env={"PATH": "", "PYTHONPATH": PYTHONPATH, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
     )
     assert done.returncode == (message is not None), done.stderr
     assert message is None or message in done.stderr

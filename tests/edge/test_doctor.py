@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from paths import PYTHONPATH, ROOT
+from programs import run_command
 from typer.testing import CliRunner
 from waits import LIMIT, Gate
 
@@ -30,9 +31,7 @@ def run(
     command = shlex.join([*COMMAND, name, *arguments])
     if descriptors is not None:
         command = f"ulimit -n {descriptors}; {command}"
-    return subprocess.run(
-        ["sh", "-c", command], cwd=HERE, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    return run_command(["sh", "-c", command], cwd=HERE)
 
 
 def examine(*arguments: str, descriptors: int | None = None) -> tuple[int, dict[str, Any]]:
@@ -52,13 +51,9 @@ def test_a_machine_is_described() -> None:
 
 def test_refused_memory_files_are_reported() -> None:
     program = ROOT / "tests" / "support" / "without_memfd.py"
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, str(program), *COMMAND[2:], "doctor", "command_models:Doubler", "--json"],
         cwd=HERE,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
     )
     if "prctl" in done.stderr:
         pytest.skip("the kernel has no such filters")

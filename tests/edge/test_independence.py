@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from models.dependent import Encoder
 from paths import PYTHONPATH, ROOT
-from waits import LIMIT
+from programs import run_command
 
 from examples.embeddings.model import MiniLM
 from examples.image_classification.model import ImageClassifier
@@ -97,14 +96,10 @@ def test_doctor_compares_batches(tmp_path: Path) -> None:
         "right, wrong = (DynBatcher(Encoder, model_args=[fault]) for fault in ('', 'mask'))\n"
     )
     for name, level in (("right", "good"), ("wrong", "bad")):
-        done = subprocess.run(
+        done = run_command(
             [*COMMAND, f"app:{name}", "--json", "--inputs", str(inputs)],
             cwd=tmp_path,
             env={"PATH": "", "PYTHONPATH": f"{PYTHONPATH}:{ROOT}"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=False,
         )
         checks = {check["name"]: check for check in json.loads(done.stdout)}
         assert checks["batch independence"]["level"] == level

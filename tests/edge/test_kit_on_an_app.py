@@ -13,14 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 from kit_app import Shouter, app, cache, counter, shouter
 
-from fast_batcher import (
-    BatcherClosedError,
-    DeadlineExceededError,
-    NotReadyError,
-    PoisonRequestError,
-    QueueFullError,
-    WorkerLostError,
-)
+from fast_batcher import QueueFullError, WorkerLostError
 from fast_batcher.testing import BatcherKit
 
 
@@ -95,24 +88,6 @@ def test_a_full_queue_is_503(client: TestClient, batcher_kit: BatcherKit) -> Non
     answer = client.get("/shout?text=a")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     assert client.get("/shout?text=a").json() == "A"
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (NotReadyError, 503),
-        (BatcherClosedError, 503),
-        (DeadlineExceededError, 504),
-        (WorkerLostError, 503),
-        (PoisonRequestError, 500),
-        (ValueError, 500),
-    ],
-)
-def test_each_error_has_its_status(
-    client: TestClient, batcher_kit: BatcherKit, error: type[Exception], status: int
-) -> None:
-    batcher_kit.fail_next(error)
-    assert client.get("/shout?text=a").status_code == status
 
 
 def test_fail_next_affects_only_the_named_batcher(

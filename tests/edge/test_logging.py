@@ -54,9 +54,7 @@ async def test_records_arrive_with_their_level_attributes_and_worker(
 
 
 @both_loops
-async def test_log_flood_loses_no_answer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_log_flood_loses_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     received: Counter[str] = Counter()
 
     class Counts(logging.Handler):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from command_models import Doubler, Streams
 from limited_app import EVERY_OPTION, bare, limited
+from programs import run_command
 from server_load import URL
 from servers import Server, get, serve
 from shared_hosts import Hosts, hosts
-from waits import LIMIT
 
 from fast_batcher import DynBatcher
 from fast_batcher._cli.model import COPIED, TargetError, copy_batcher, select_inputs
@@ -24,51 +24,6 @@ __all__ = ["hosts", "serve"]
 
 HERE = Path(__file__).parent
 
-COPY = "copied"
-# Each option, and why the copy does not have it.
-OF_A_COPY = {
-    "name": COPY,
-    "max_batch_size": COPY,
-    "workers": COPY,
-    "devices": COPY,
-    "stage_threads": COPY,
-    "freeze_gc": COPY,
-    "start_timeout": COPY,
-    "stop_timeout": COPY,
-    "max_frame_bytes": COPY,
-    "max_shared_bytes": COPY,
-    "shared_memory_threshold": COPY,
-    **dict.fromkeys(
-        ("max_delay", "policy"), "not, because batches of a given size are sent and not collected"
-    ),
-    **dict.fromkeys(
-        ("num_workers", "workers_per_device"), "not, because tune recommends their number"
-    ),
-    **dict.fromkeys(
-        ("max_latency", "max_queue_size", "max_queue_bytes", "timeout", "infer_timeout"),
-        "not, because the app's requests are limited, and a measurement takes as long as it takes",
-    ),
-    **dict.fromkeys(
-        ("cost", "cost_is_padded", "max_batch_cost", "max_request_cost"),
-        "not, because batches are measured by their number of inputs",
-    ),
-    "group_by": "not, because the inputs of one group are selected before",
-    "enabled": "not, because batches are measured",
-    **dict.fromkeys(("cache", "key"), "not, because every input has to be computed"),
-    **dict.fromkeys(
-        ("shared", "shared_version"), "not, because a live server must not get the requests"
-    ),
-    **dict.fromkeys(
-        ("max_batches_per_worker", "max_rss_bytes"), "not, because a new worker would be measured"
-    ),
-    **dict.fromkeys(
-        ("max_restarts", "restart_window", "restart_backoff", "idempotent", "isolate_errors"),
-        "not, because the first failure ends a measurement",
-    ),
-    "observers": "not, because they report the app's requests",
-    **dict.fromkeys(("auto_open", "drain_timeout"), "not, because the command opens and closes it"),
-}
-
 
 def values_of(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
     values = {name: setting.value for name, setting in batcher.settings.items()}
@@ -76,20 +31,11 @@ def values_of(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fast_batcher", *arguments],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    return run_command([sys.executable, "-m", "fast_batcher", *arguments], cwd=HERE)
 
 
-def test_each_option_is_copied_or_has_a_reason() -> None:
-    assert OF_A_COPY.keys() == OPTIONS.keys() == EVERY_OPTION.keys()
-    assert {name for name, what in OF_A_COPY.items() if what == COPY} == {*COPIED}
-    assert all(what == COPY or what.startswith("not, because") for what in OF_A_COPY.values())
+def test_the_limited_app_has_every_option() -> None:
+    assert EVERY_OPTION.keys() == OPTIONS.keys()
 
 
 def test_copy_has_the_copied_options_alone() -> None:

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +23,7 @@ from models.base import Echo
 from models.crashing import Crashes
 from models.ordinary import Gated
 from models.raising import FailsAtGate
+from programs import run_command
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_fastapi_instrumentator import Instrumentator
@@ -32,7 +31,7 @@ from server_load import GUNICORN, URL
 from servers import Server, find_free_port, get, serve
 from shared_hosts import Hosts, hosts
 from starlette.testclient import TestClient
-from waits import LIMIT, Gate, both_loops, call, measured, one_loop, outcome, until
+from waits import LIMIT, Gate, both_loops, call, one_loop, outcome, until
 
 from fast_batcher import DynBatcher
 from fast_batcher.caching import LRUCache
@@ -249,9 +248,7 @@ def test_shared_processes_sum_cache_metrics(
 )
 def test_missing_package_is_named(missing: str, statement: str, told: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; {statement}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = run_command([sys.executable, "-c", program])
     assert re.search(rf"ModuleNotFoundError: .*needs.*{told}", done.stderr)
 
 
@@ -371,14 +368,7 @@ def send(url: str, count: int) -> Counter[int]:
 
 
 def promtool(*command: str, text: str = "") -> None:
-    done = subprocess.run(
-        ["promtool", *command],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run_command(["promtool", *command], input=text)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
@@ -432,93 +422,3 @@ def test_prometheus_counts_requests_of_two_servers_once(
     MultiProcessCollector(registry, str(metrics_folder))  # type: ignore[no-untyped-call]
     read = Readings(registry, "Fragile")
     assert [read(name) for name in ("queue_size", "in_flight", "workers_ready")] == [0, 0, 0]
-
-
-# --- two servers of one host and a real Prometheus ------------------------------------------------
-
-READY = "sum(fast_batcher_workers_ready)"
-# What every process has ever counted, also a process that is dead. A stopped or dead process is
-# scraped no more, and its series end.
-RESTARTS = "sum(max_over_time(fast_batcher_worker_restarts_total[1h]))"
-
-
-class SharedServers:
-    """Servers of `apps.shared_metrics` with ports of their own, which share a host."""
-
-    def __init__(self, serve: Callable[..., Server]) -> None:
-        self._serve = serve
-        self.ports = [find_free_port() for _ in "123"]
-        self._servers: dict[int, Server] = {}
-
-    @property
-    def urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{port}" for port in self.ports]
-
-    def start(self, port: int) -> None:
-        server = self._serve("apps.shared_metrics:app", "--port", str(port))
-        server.url()
-        self._servers[port] = server
-
-    def signal(self, port: int, number: signal.Signals) -> None:
-        self._servers[port].process.send_signal(number)
-        if number in (signal.SIGKILL, signal.SIGTERM):
-            # Not for the end of its output, which the host has, too.
-            self._servers.pop(port).process.wait(LIMIT)
-
-    def find_processes(self) -> tuple[int, int]:
-        """The host and its worker, as a server sees them that answers."""
-        found = get(f"http://127.0.0.1:{[*self._servers][-1]}/processes")
-        host, worker = found.json()
-        return host, worker
-
-    def close(self) -> None:
-        for port in [*self._servers]:
-            self.signal(port, signal.SIGTERM)
-
-
-@pytest.fixture
-def shared_servers(hosts: Hosts, serve: Callable[..., Server]) -> Iterator[SharedServers]:
-    servers = SharedServers(serve)
-    yield servers
-    servers.close()
-
-
-@has_prometheus
-def test_prometheus_counts_workers_of_shared_host_once(
-    shared_servers: SharedServers, watch: Callable[..., Prometheus]
-) -> None:
-    """Whatever becomes of the process that reports, and of the host."""
-    servers, (first, second, third) = shared_servers, shared_servers.ports
-    servers.start(first)
-    servers.start(second)
-    prometheus = watch(*servers.urls)
-    restarts = 0
-
-    def check(reporter: int) -> None:
-        """Wait until this server alone shows the worker; then a restart is counted once."""
-        nonlocal restarts
-        own = f'fast_batcher_workers_ready{{instance="127.0.0.1:{reporter}"}}'
-        with measured(5.0, "a change of the reporting process, in Prometheus"):
-            prometheus.wait_for(own, 1)
-            prometheus.wait_for(READY, 1)
-        os.kill(servers.find_processes()[1], signal.SIGKILL)
-        restarts += 1
-        prometheus.wait_for(RESTARTS, restarts)
-        prometheus.wait_for(READY, 1)
-
-    prometheus.wait_for(READY, 1)
-    check(first)
-    servers.signal(first, signal.SIGSTOP)
-    check(second)
-    servers.signal(first, signal.SIGCONT)
-    check(second)
-    servers.signal(second, signal.SIGKILL)
-    check(first)
-    servers.start(third)
-    check(first)
-    servers.signal(first, signal.SIGTERM)
-    check(third)
-    host = servers.find_processes()[0]
-    os.kill(host, signal.SIGKILL)
-    check(third)
-    assert servers.find_processes()[0] != host

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -12,16 +11,11 @@ from programs import Program, program
 from prometheus_client.parser import text_string_to_metric_families
 from servers import get
 from shared_hosts import Hosts, hosts
-from waits import LIMIT, ONE_LOOP, Watch, until
+from waits import LIMIT, Watch, until
 
 __all__ = ["hosts", "program"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    return ONE_LOOP
 
 
 CODE = """

@@ -354,8 +354,6 @@ async def test_the_last_stream_puts_the_signal_handlers_back() -> None:
 
 @pytest.mark.anyio
 @one_loop
-async def test_stream_ends_by_itself_without_signals(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_stream_ends_by_itself_without_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fast_batcher.fastapi.status.page.INTERVAL", 0.0)
     assert len([text async for text in Streams().run(lambda: "{}")]) == 1 + MOST_EVENTS

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, cast
 import pytest
 from forks import fork, status_of
 from models.base import Echo
+from models.loading import NeedsFile
 from models.ordinary import Whereabouts
-from models.shared import NeedsFile
 from paths import ROOT
 from programs import run_command
+from recorder import Recorder
 from waits import LIMIT, assert_balance, call, outcome, turns, until
 
 from fast_batcher import (
@@ -27,11 +28,9 @@ from fast_batcher import (
     DynBatcher,
     InferenceError,
     QueueFullError,
-    UnsendableValueError,
     WorkerStartupError,
 )
 from fast_batcher.caching import LRUCache
-from fast_batcher.observing import Observer, RequestEnded
 from fast_batcher.testing import BatcherKit
 
 pytestmark = pytest.mark.anyio
@@ -56,14 +55,6 @@ async def test_held_requests_end_at_their_deadlines() -> None:
         assert assert_balance(batcher).cancelled == 1
 
 
-async def test_without_timeouts_calls_wait_for_the_model() -> None:
-    with BatcherKit(timeouts=False) as kit:
-        async with DynBatcher(Echo, timeout=0.01, infer_timeout=0.01) as batcher:
-            kit.latency = 0.1
-            assert await batcher.process_batched(1, timeout=0.001) == 1
-            assert await batcher.process_batched(2) == 2
-
-
 async def test_observers_see_calls_that_fail_on_demand() -> None:
     with BatcherKit() as kit:
         async with DynBatcher(Echo) as batcher:
@@ -73,17 +64,7 @@ async def test_observers_see_calls_that_fail_on_demand() -> None:
             kit.fail_next(QueueFullError)
             for kind in (ValueError, QueueFullError):
                 assert isinstance(await outcome(call(batcher, 1)), kind)
-            assert recorder.outcomes == ["failed", "rejected"]
-
-
-class Recorder(Observer):
-    """Keeps the outcomes of calls that end before they are computed."""
-
-    def __init__(self) -> None:
-        self.outcomes: list[str] = []
-
-    def request_ended(self, event: RequestEnded) -> None:
-        self.outcomes.append(event.outcome)
+            assert [one.outcome for one in recorder.events] == ["failed", "rejected"]
 
 
 async def test_latency_lets_running_calls_expire() -> None:
@@ -94,15 +75,6 @@ async def test_latency_lets_running_calls_expire() -> None:
             kit.reset()
             assert await batcher.process_batched(2, timeout=LIMIT) == 2
         assert kit.sizes == [1]
-
-
-async def test_values_are_pickled_as_in_production() -> None:
-    with BatcherKit():
-        async with DynBatcher(Echo) as batcher:
-            value = ["a list"]
-            assert await batcher.process_batched(value) is not value
-            with pytest.raises(UnsendableValueError):
-                await batcher.process_batched(lambda: None)
 
 
 async def test_errors_of_the_model_arrive_as_from_infer() -> None:

@@ -53,8 +53,7 @@ def test_base64_is_little_endian_float32(numbers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers",
-    [[1j], np.ones(1, "M8[s]"), np.ones(1, "m8[s]"), ["1"], [None], torch.ones(1) * 1j],
+    "numbers", [[1j], np.ones(1, "M8[s]"), np.ones(1, "m8[s]"), ["1"], [None], torch.ones(1) * 1j]
 )
 def test_base64_rejects_non_real_dtypes(numbers: Any) -> None:
     with pytest.raises(TypeError, match="give real numbers"):

@@ -20,16 +20,7 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from fastapi_versions import needs_included_routers
 from programs import run_command
-from servers import (
-    Gate,
-    Server,
-    ask_until,
-    gate,
-    post_and_stay,
-    serve,
-    thread,
-    uvicorn_command,
-)
+from servers import Gate, Server, ask_until, gate, post_and_stay, serve, thread, uvicorn_command
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 from waits import LIMIT
@@ -220,9 +211,7 @@ def failed_inference() -> errors.InferenceError:
     return errors.from_model(ValueError("canary"), "ValueError: canary", "in infer: canary")
 
 
-def test_server_error_is_logged_with_its_id(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_server_error_is_logged_with_its_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     response = answer_to(failed_inference())
     (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
@@ -274,9 +263,7 @@ def raising_client() -> Iterator[TestClient]:
         yield client
 
 
-def test_model_errors_are_500_except_http_exceptions(
-    raising_client: TestClient,
-) -> None:
+def test_model_errors_are_500_except_http_exceptions(raising_client: TestClient) -> None:
     response = raising_client.get("/infer/value")
     assert (response.status_code, response.json()["code"]) == (500, "inference_failed")
     assert "canary" not in response.text
@@ -507,9 +494,7 @@ def test_dependency_is_overridable_and_hidden_from_openapi() -> None:
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("auto_open", [True, False])
-async def test_first_request_without_lifespan_opens_batcher(
-    auto_open: bool,
-) -> None:
+async def test_first_request_without_lifespan_opens_batcher(auto_open: bool) -> None:
     batcher = DynBatcher(Echo, auto_open=auto_open)
     transport = httpx2.ASGITransport(make_echo_app(batcher)[0])
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -640,9 +625,7 @@ def test_probes_report_failed_load_in_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_livez_fails_and_recovers_with_the_batcher(
-    gate: Gate,
-) -> None:
+def test_livez_fails_and_recovers_with_the_batcher(gate: Gate) -> None:
     batcher = DynBatcher(
         Gated, model_args=(gate.port,), idempotent=False, max_restarts=0, restart_window=0.1
     )
@@ -697,9 +680,7 @@ def test_uvicorn_stops_with_a_readable_message(app: str, error: str, cause: str)
 
 
 @pytest.mark.slow
-def test_uvicorn_logs_each_failure_once(
-    serve: Callable[..., Server],
-) -> None:
+def test_uvicorn_logs_each_failure_once(serve: Callable[..., Server]) -> None:
     server = serve("apps.failing:app")
     url = server.url()
     with httpx2.Client(base_url=url, timeout=LIMIT) as client:

@@ -103,8 +103,7 @@ def test_valid_body_gets_the_usual_answer(content: bytes, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b'{"text": 5}', b'{"number": NaN, "text": "a"}', b'{"number": "x"}'],
+    "content", [b'{"text": 5}', b'{"number": NaN, "text": "a"}', b'{"number": "x"}']
 )
 def test_invalid_body_gets_the_usual_error(content: bytes) -> None:
     by_json, by_fastapi = (send(make_app(add), content) for add in (add_json, add_plain))

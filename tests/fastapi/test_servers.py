@@ -247,11 +247,7 @@ GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
     ],
 )
 def test_sigterm_loses_nothing_that_was_accepted(
-    serve: Callable[..., Server],
-    load: Callable[[str], Load],
-    command: list[str],
-    *,
-    is_group: bool,
+    serve: Callable[..., Server], load: Callable[[str], Load], command: list[str], *, is_group: bool
 ) -> None:
     if command is GRANIAN:
         command = [*GRANIAN, str(find_free_port())]

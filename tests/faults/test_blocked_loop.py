@@ -125,9 +125,7 @@ async def test_answer_does_not_expire_during_copy() -> None:
 
 
 @one_loop
-async def test_worker_ready_during_blocked_loop_is_kept(
-    gate: Gate,
-) -> None:
+async def test_worker_ready_during_blocked_loop_is_kept(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), start_timeout=STARTS_IN_TIME)
     await batcher.open(wait_ready=False)
     visit = await gate.visit()
@@ -138,9 +136,7 @@ async def test_worker_ready_during_blocked_loop_is_kept(
 
 
 @pytest.mark.parametrize("max_shared_bytes", [0, 100 * MEBI])
-async def test_unsent_large_input_replaces_no_worker(
-    max_shared_bytes: int,
-) -> None:
+async def test_unsent_large_input_replaces_no_worker(max_shared_bytes: int) -> None:
     large = b"x" * (30 * MEBI)
     async with DynBatcher(
         Digests, infer_timeout=IN_TIME, max_shared_bytes=max_shared_bytes

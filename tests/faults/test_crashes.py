@@ -15,18 +15,7 @@ from models.loading import NeedsFile
 from models.ordinary import Grows, Holds
 from models.raising import AlarmedLate
 from sessions import pids_of, session_of
-from waits import (
-    LIMIT,
-    ONE_LOOP,
-    SOON_IN_WORKER,
-    Gate,
-    assert_balance,
-    call,
-    measured,
-    outcome,
-    turns,
-    until,
-)
+from waits import LIMIT, SOON_IN_WORKER, Gate, assert_balance, call, measured, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -40,12 +29,6 @@ from fast_batcher._parent.worker_process import WorkerProcess
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: that a death is noticed on both is tested in `test_batcher_processes`."""
-    return ONE_LOOP
-
-
 ENDS = {
     "exit 0": "exit code 0",
     "exit 3": "exit code 3",
@@ -57,9 +40,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("way", CRASHES)
-async def test_callers_learn_how_their_worker_ended(
-    way: str,
-) -> None:
+async def test_callers_learn_how_their_worker_ended(way: str) -> None:
     """Faults F06, F07 and F08."""
     async with DynBatcher(Crashes, 4, idempotent=False) as batcher:
         # One turn, so they share a batch; those behind do not fill one, so they wait.
@@ -121,9 +102,7 @@ async def test_possible_out_of_memory_death_reduces_batch_size() -> None:
 
 
 @pytest.mark.parametrize("way", ["killed", "abort"])
-async def test_poisonous_request_fails_alone_after_two_deaths(
-    way: str,
-) -> None:
+async def test_poisonous_request_fails_alone_after_two_deaths(way: str) -> None:
     """Fault F15."""
     async with DynBatcher(Crashes, 8) as batcher:
         calls = [call(batcher, text) for text in ("a", "b", "c", way, "d", "e", "f", "g")]
@@ -139,9 +118,7 @@ async def test_poisonous_request_fails_alone_after_two_deaths(
         assert (batcher.stats.restarts, assert_balance(batcher).failed) == (2, 1)
 
 
-async def test_another_worker_answers_requests_of_killed_worker(
-    gate: Gate,
-) -> None:
+async def test_another_worker_answers_requests_of_killed_worker(gate: Gate) -> None:
     """Fault F02: the other worker need not wait for the replacement, which never loads."""
     settings: dict[str, Any] = {"num_workers": 2, "restart_backoff": 1000.0}
     async with DynBatcher(Holds, 4, model_args=(gate.path,), **settings) as batcher:
@@ -165,30 +142,6 @@ async def test_request_waits_for_replacement_until_deadline(gate: Gate) -> None:
         with measured(SOON_IN_WORKER, "a request of a dead worker fails at its deadline"):
             error = await outcome(held)
         assert isinstance(error, NotReadyError)
-
-
-async def test_many_poisonous_requests_fail_no_other_request() -> None:
-    """Fault F15."""
-    settings: dict[str, Any] = {
-        "num_workers": 2,
-        "max_queue_size": 2000,
-        "max_restarts": None,
-        "restart_backoff": 0.01,
-    }
-    async with DynBatcher(Crashes, 4, **settings) as batcher:
-        calls = [
-            call(batcher, "killed" if number % 100 == 50 else str(number), timeout=LIMIT)
-            for number in range(500)
-        ]
-        with measured(5.0, "500 calls end although 5 of them kill their workers"):
-            results = [await outcome(task) for task in calls]
-        for number, result in enumerate(results):
-            if number % 100 == 50:
-                assert isinstance(result, PoisonRequestError)
-            else:
-                assert result == str(number)
-        stats = assert_balance(batcher)
-        assert (stats.waiting, stats.running) == (0, 0)
 
 
 # --- the budget of restarts -----------------------------------------------------------------------
@@ -215,20 +168,6 @@ async def test_constantly_dying_worker_breaks_the_batcher() -> None:
     assert batcher.start_error is None
     with pytest.raises(BatcherClosedError):
         await batcher.process_batched("fine")
-
-
-async def test_spent_restart_budget_fails_waiting_requests(gate: Gate) -> None:
-    """Fault F11."""
-    settings: dict[str, Any] = {"max_restarts": 0, "idempotent": False}
-    async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
-        held, waiting = call(batcher, "hold"), None
-        visit = await gate.visit()
-        waiting = call(batcher, "waiting")
-        await turns()
-        os.kill(visit.pid, signal.SIGKILL)
-        assert isinstance(await outcome(held), WorkerLostError)
-        assert isinstance(await outcome(waiting), NotReadyError)
-        assert assert_balance(batcher).failed == 2
 
 
 async def test_broken_batcher_recovers_after_the_window() -> None:

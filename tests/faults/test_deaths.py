@@ -22,7 +22,7 @@ import pytest
 from models.sharing import Shared
 from programs import PREAMBLE, Program, program
 from shared_hosts import Hosts, hosts, join_reapers
-from waits import LIMIT, ONE_LOOP, SOON, Gate, Watch, call, measured, outcome, turns, until
+from waits import LIMIT, SOON, Gate, Watch, call, measured, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -43,12 +43,6 @@ __all__ = ["hosts", "program"]
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Batcher = DynBatcher[Any, Any]
 Start = Callable[..., Program]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: channels are tested on both."""
-    return ONE_LOOP
 
 
 @pytest.fixture(autouse=True)

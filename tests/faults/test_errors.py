@@ -217,6 +217,7 @@ ORIGINALS: dict[str, Callable[[], Exception]] = {
     "lock": lambda: HoldsLockError("holds a lock"),
     "own OSError": lambda: OwnOsError("/dev/nvidia0"),
     "own str": lambda: StrOfItsOwnError(4),
+    "slots": lambda: np.exceptions.AxisError(5, 1),
     "frozen": lambda: FrozenError(4, "frozen"),
     "HTTPException": lambda: HTTPException(404, "no such thing", {"x-reason": "none"}),
     "HTTPException by name": lambda: HTTPException(status_code=418, detail={"tea": True}),

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from models.crashing import HOWS, Bomb, Minefield
 from sessions import pids_of
-from waits import LIMIT, ONE_LOOP, SOON_IN_WORKER, assert_balance, call, measured, outcome
+from waits import LIMIT, SOON_IN_WORKER, assert_balance, call, measured, outcome
 
 from fast_batcher import (
     BatcherError,
@@ -34,12 +34,6 @@ CASES = [
     *(("dump result", how) for how in IN_WORKER),
     *(("load result", how) for how in HERE),
 ]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: the loop has no part in what goes wrong here."""
-    return ONE_LOOP
 
 
 # What the error of the caller says, besides "boom".

@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 from models.raising import FinishesHostile, RaisesHostile
-from waits import ONE_LOOP, assert_balance
+from waits import assert_balance
 
 from fast_batcher import DynBatcher, InferenceError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: the worker decides."""
-    return ONE_LOOP
 
 
 @pytest.mark.parametrize("model", [RaisesHostile, FinishesHostile])

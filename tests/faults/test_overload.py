@@ -4,22 +4,15 @@ How much is lost is shown in virtual time, in `tests/unit/test_admission.py`.
 """
 
 import asyncio
-from typing import Any
 
 import pytest
 from models.base import Echo
 from models.ordinary import BatchSize, Slow
-from waits import LIMIT, ONE_LOOP, assert_balance, call, turns
+from waits import LIMIT, assert_balance, call, turns
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher, QueueFullError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: who is let in is decided in the core."""
-    return ONE_LOOP
 
 
 async def test_overload_rejects_only_the_excess() -> None:

@@ -95,9 +95,7 @@ async def test_callback_runs_for_previously_ignored_signal() -> None:
 
 
 @pytest.mark.slow
-def test_drain_on_sigterm_works_with_test_client(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_drain_on_sigterm_works_with_test_client(caplog: pytest.LogCaptureFixture) -> None:
     """It runs the lifespan in a thread, where no signal handler can be set."""
     before = signal.getsignal(signal.SIGTERM)
     batcher = DynBatcher(Echo)

@@ -13,17 +13,11 @@ from models.returning import (
     StacksUnevenFeature,
 )
 from tables import UNEVEN
-from waits import ONE_LOOP, assert_balance
+from waits import assert_balance
 
 from fast_batcher import DynBatcher, OutputMismatchError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: the worker decides."""
-    return ONE_LOOP
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,7 @@ async def test_cancellation_by_function_settles_all_callers() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_system_exit_settles_all_callers(
-    kind: type[BaseException],
-) -> None:
+def test_system_exit_settles_all_callers(kind: type[BaseException]) -> None:
     """As it would if the function were called without batching."""
 
     async def leave(items: list[int]) -> list[int]:
@@ -179,9 +177,7 @@ def batch_tasks() -> list[asyncio.Task[Any]]:
 
 
 @pytest.mark.parametrize("callers_too", [False, True])
-async def test_cancelled_task_fails_only_its_batch(
-    callers_too: bool,
-) -> None:
+async def test_cancelled_task_fails_only_its_batch(callers_too: bool) -> None:
     gated = GatedCoroutine()
     async with aio.dynamically(gated) as function:
         first = asyncio.create_task(function(1))
@@ -365,9 +361,7 @@ async def test_raising_cache_is_logged_once_and_bypassed(
     assert record.exc_info is not None
 
 
-async def test_call_is_cancellable_during_cache_lookup(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_call_is_cancellable_during_cache_lookup(caplog: pytest.LogCaptureFixture) -> None:
     looking = asyncio.Event()
 
     class Waits(Memory):

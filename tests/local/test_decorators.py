@@ -141,13 +141,6 @@ class BadItemError(Exception):
         self.item = item
 
 
-class FrozenError(Exception):
-    """Refuses all attributes that are set, as a frozen dataclass does."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(name)
-
-
 async def test_error_has_both_types(variant: Variant) -> None:
     def fail(items: list[int]) -> list[int]:
         raise BadItemError(items[0], "bad")
@@ -163,18 +156,6 @@ async def test_error_has_both_types(variant: Variant) -> None:
         # The traceback of the function, and nothing of ours that would hold its callers.
         assert cause.__traceback__ is not None
         assert Path(cause.__traceback__.tb_frame.f_code.co_filename).is_relative_to(TESTS)
-
-
-async def test_error_without_settable_attributes_is_delivered(variant: Variant) -> None:
-    def fail(items: list[int]) -> list[int]:
-        raise FrozenError(items[0])
-
-    async with variant.batched(fail) as function:
-        for item in (1, 2):
-            with pytest.raises(FrozenError) as caught:
-                await function(item)
-            assert isinstance(caught.value, InferenceError)
-            assert caught.value.args == (item,)
 
 
 async def test_bad_item_fails_alone(variant: Variant) -> None:

@@ -77,11 +77,7 @@ def test_features_may_be_spread() -> None:
         ),
         # As in `batched`.
         ({}, lambda ids: [ids * 2, ids.sum(1)], [[[[2, 4]], [3]], [[[6, 8], [10, 12]], [7, 11]]]),
-        (
-            {"outputs": "rows"},
-            lambda ids: [row * 2 for row in ids],
-            [[[2, 4]], [[6, 8], [10, 12]]],
-        ),
+        ({"outputs": "rows"}, lambda ids: [row * 2 for row in ids], [[[2, 4]], [[6, 8], [10, 12]]]),
     ],
     ids=["dict", "several outputs", "rows"],
 )

@@ -29,9 +29,7 @@ def in_one_batch(function: Any, items: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_callers_may_write_into_rows_of_shared_memory(
-    make: Callable[[Any], Any],
-) -> None:
+def test_callers_may_write_into_rows_of_shared_memory(make: Callable[[Any], Any]) -> None:
     @dynamically
     def constant(items: list[int]) -> Any:
         row = make([1.0, 2.0])

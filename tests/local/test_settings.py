@@ -27,6 +27,7 @@ from fast_batcher.errors import ConfigurationError
         ("priority_strategy", 2),
         ("priority_strategy", "LENGTH"),
         ("isolate_errors", 1),
+        ("cache", 7),
         ("padding_side", "top"),
         ("pad_tokens", 3),
         ("pad_token", 3),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from faulty_policy import FaultyPolicy
 from gated_functions import VARIANTS, InThread, Variant, every_variant
+from recorder import Recorder
 from waits import outcome, until
 
 from fast_batcher import dynamically
@@ -55,17 +56,6 @@ class Aborts(Observer):
     def _raise_in(self, where: str) -> None:
         if where == self._where:
             raise AbortedError(where)
-
-
-class NotesEnds(Observer):
-    """Notes the requests that end without an answer."""
-
-    def __init__(self) -> None:
-        self.events: list[RequestEnded] = []
-
-    def request_ended(self, event: RequestEnded) -> None:
-        """Note it."""
-        self.events.append(event)
 
 
 async def test_future_in_odd_state_affects_no_other() -> None:
@@ -125,7 +115,7 @@ async def test_unreadable_error_fails_its_batch(variant: Variant) -> None:
             raise NamelessError
         return items
 
-    ended = NotesEnds()
+    ended = Recorder()
     async with variant.batched(fail_for_negative, observers=[ended]) as function:
         outcomes = await asyncio.gather(function(-1), function(-2), return_exceptions=True)
         assert [type(one) for one in outcomes] == [BatcherError] * 2
@@ -133,7 +123,7 @@ async def test_unreadable_error_fails_its_batch(variant: Variant) -> None:
         with pytest.raises(BatcherError, match="ValueError: no name"):
             await function([-3, 4])
         assert await function(5) == 5
-    assert ended.events == [], "no request was cancelled"
+    assert ended.of(RequestEnded) == [], "no request was cancelled"
 
 
 @every_variant

@@ -5,7 +5,6 @@ what was sent, as long as it looks?
 """
 
 import asyncio
-import gc
 import os
 import sys
 import weakref
@@ -37,7 +36,6 @@ from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
 from fast_batcher._parent.staging import FRESH_COST, LEAST_STAGED, MOST_PER_TURN
-from fast_batcher._session.ledger import set_exception
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import loads
 
@@ -72,16 +70,7 @@ def close_all(harness: SenderHarness) -> None:
 # --- how inputs lie -------------------------------------------------------------------------------
 
 
-def test_inputs_of_a_batch_are_contiguous(harness: SenderHarness) -> None:
-    harness.dispatch(harness.arrive(*numbered(5)))
-    assert harness.kinds == [Kind.STAGED_INPUTS]
-    assert runs(harness) == [(0, 5)]
-    assert sums(harness.read()) == [0, 1, 2, 3, 4]
-
-
-def test_sent_slab_takes_no_more_inputs(
-    harness: SenderHarness,
-) -> None:
+def test_sent_slab_takes_no_more_inputs(harness: SenderHarness) -> None:
     *first, late = harness.arrive(*numbered(4))
     harness.dispatch(first)
     harness.dispatch([late, *harness.arrive(filled(4), filled(5))])
@@ -89,17 +78,6 @@ def test_sent_slab_takes_no_more_inputs(
     assert sums(harness.read()) == [0, 1, 2]
     assert [count for _, count in runs(harness)] == [1, 2]
     assert sums(harness.read()) == [3, 4, 5]
-
-
-def test_tensors_are_staged(harness: SenderHarness) -> None:
-    torch = pytest.importorskip("torch")
-    harness.arena.enable()
-    values = [torch.full((3, 50_000), float(number)) for number in range(3)]
-    harness.dispatch(harness.arrive(*values))
-    assert runs(harness) == [(0, 3)]
-    for got, value in zip(harness.read(), values, strict=True):
-        assert torch.equal(got, value)
-    assert harness.arrive(torch.eye(1000).to_sparse())[0].staged is None
 
 
 # --- which inputs are staged ----------------------------------------------------------------------
@@ -112,15 +90,6 @@ def test_small_and_oversized_inputs_are_not_staged(harness: SenderHarness, size:
     assert harness.slabs.count == 0
 
 
-@pytest.mark.parametrize("values", [(filled(1), b"text"), (b"text", filled(1))])
-def test_partly_staged_batch_is_pickled(harness: SenderHarness, values: Any) -> None:
-    requests = harness.arrive(*values)
-    harness.dispatch(requests)
-    assert harness.kinds == [Kind.SHARED_INPUTS]
-    assert sorted(map(len, harness.read())) == [4, SMALL]
-    assert all(one.staged is None or one.staged.slab is None for one in requests)
-
-
 def test_half_of_memory_stays_for_other_inputs(harness: SenderHarness) -> None:
     requests = harness.arrive(*numbered(10, 2 * MEBI))
     # Two in a slab: a quarter of the memory.
@@ -128,54 +97,7 @@ def test_half_of_memory_stays_for_other_inputs(harness: SenderHarness) -> None:
     assert harness.slabs.taken_bytes == SIZE / 2
 
 
-# --- when memory is free --------------------------------------------------------------------------
-
-
-def test_the_garbage_collector_may_free_memory(harness: SenderHarness) -> None:
-    (request,) = harness.arrive(filled(1))
-    request.caller = [request]
-    del request
-    gc.collect()
-    assert harness.slabs.count == 1  # it is open
-    close_all(harness)
-    assert harness.slabs.count == 0
-
-
-def test_failed_call_frees_its_memory(harness: SenderHarness) -> None:
-    loop = asyncio.new_event_loop()
-    (request,) = harness.arrive(filled(1))
-    request.caller = loop.create_future()
-    assert set_exception(request, ValueError("no"))
-    assert request.staged.slab is None
-    assert isinstance(request.caller.exception(), ValueError)
-    loop.close()
-
-
 # --- copying in the thread ------------------------------------------------------------------------
-
-
-def test_thread_copies_large_inputs_in_order(
-    harness: SenderHarness,
-) -> None:
-    requests = harness.arrive(*numbered(3, LARGE))
-    assert len(harness.jobs) == 3
-    harness.dispatch(requests)
-    harness.batch("between")
-    for _ in range(3):
-        assert harness.kinds == [None, Kind.INPUT_ATOMS]
-        harness.run_jobs(1)
-    assert harness.kinds == [Kind.STAGED_INPUTS, Kind.INPUT_ATOMS]
-    assert sums(harness.read()) == [0, 1, 2]
-
-
-def test_memory_stays_until_the_thread_has_copied(harness: SenderHarness) -> None:
-    (request,) = harness.arrive(filled(1, LARGE))
-    close_all(harness)
-    request.staged.release()
-    del request
-    assert harness.slabs.count == 1
-    harness.run_jobs()
-    assert harness.slabs.count == 0
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -197,9 +119,7 @@ def test_pipe_is_used_without_memory(
     assert "Bad file descriptor" in record.message
 
 
-def test_loop_turn_copies_a_bounded_part(
-    harness: SenderHarness,
-) -> None:
+def test_loop_turn_copies_a_bounded_part(harness: SenderHarness) -> None:
     size = 1_000_000
     for cost in (size * FRESH_COST, size):
         staged = [harness.arena.stage(filled(number, size)) for number in range(8)]

@@ -14,27 +14,13 @@ from models.loading import NeedsFile
 from models.ordinary import Leaks, Reuses, Whereabouts
 from models.raising import BrokenAndRaises, FailsTogether, OutOfMemory, Says
 from sessions import session_of
-from waits import (
-    LIMIT,
-    ONE_LOOP,
-    assert_balance,
-    call,
-    measured,
-    outcome,
-    until,
-)
+from waits import LIMIT, assert_balance, call, measured, outcome, until
 
 from fast_batcher import DynBatcher, InferenceError
 from fast_batcher._core import supervision
 from fast_batcher._parent import pool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> Any:
-    """One loop: what becomes of a batch is decided in the core."""
-    return ONE_LOOP
 
 
 MEBI = 2**20
@@ -99,9 +85,7 @@ async def test_single_input_out_of_memory_fails() -> None:
         assert batcher.stats.restarts == 0
 
 
-async def test_fatal_device_error_replaces_worker_at_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_fatal_device_error_replaces_worker_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """Fault F32."""
     async with DynBatcher(Says, 4) as batcher:
         text = "CUDA error: device-side assert triggered"
@@ -216,9 +200,7 @@ async def test_stopped_idle_worker_is_replaced(
     assert f"it was idle and has not answered for {fast_heartbeat:g} seconds" in caplog.text
 
 
-async def test_replacement_answers_requests_of_stopped_worker(
-    fast_heartbeat: float,
-) -> None:
+async def test_replacement_answers_requests_of_stopped_worker(fast_heartbeat: float) -> None:
     """Fault F22."""
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)

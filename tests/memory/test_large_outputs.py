@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models.children import TalksNonsense
-from models.large import (
-    LARGE,
-    GivesViews,
-    MakesLarge,
-    fingerprint,
-    make_large,
-)
+from models.large import LARGE, GivesViews, MakesLarge, fingerprint, make_large
 from packed_frames import pack
 from sender_harness import MEBI, SMALL, copier_held, free, opened
 from sessions import pids_of, session_of
@@ -26,11 +20,7 @@ from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dumps
-from fast_batcher.errors import (
-    DeadlineExceededError,
-    PoisonRequestError,
-    TransportError,
-)
+from fast_batcher.errors import DeadlineExceededError, PoisonRequestError, TransportError
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
@@ -124,9 +114,7 @@ async def test_outputs_may_be_views_of_inputs(size: int) -> None:
         await free(batcher)
 
 
-async def test_copied_answer_outlives_its_worker(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_copied_answer_outlives_its_worker(caplog: pytest.LogCaptureFixture) -> None:
     asked = [("array", ASIDE, number) for number in range(3)]
     async with opened(MakesLarge, max_batch_size=1, restart_backoff=0.01) as batcher:
         with copier_held(batcher):

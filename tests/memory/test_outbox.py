@@ -1,9 +1,6 @@
 """Memory in which answers are left: what is read is as it was written, and its reader's own."""
 
-import gc
-import multiprocessing
 import os
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +8,6 @@ import numpy as np
 import pytest
 from forks import fork, status_of
 from memory_files import memory_of, refuse_memory
-from waits import LIMIT
 
 from fast_batcher._shared_memory import outbox as outboxes
 from fast_batcher._shared_memory.outbox import (
@@ -20,7 +16,7 @@ from fast_batcher._shared_memory.outbox import (
     OutboxReader,
     OutboxWriter,
 )
-from fast_batcher._shared_memory.ranges import ALIGNMENT, RELEASING_SIZE, copy_releasing
+from fast_batcher._shared_memory.ranges import RELEASING_SIZE, copy_releasing
 from fast_batcher._transport.pickling import OutOfBandPickle, OutOfBandPickler
 from fast_batcher._transport.progress import open_passed
 from fast_batcher.errors import TransportError
@@ -75,54 +71,6 @@ def left_answer(outbox: OutboxReader, writer: OutboxWriter, value: Any) -> Answe
     return outbox.find(*left(writer, value))
 
 
-VALUES = {
-    "array": np.arange(LARGE),
-    "rows": [np.full(LARGE, number, np.uint8) for number in range(4)],
-    "columns": np.arange(LARGE).reshape(300, -1).T,
-    "Fortran": np.asfortranarray(np.arange(LARGE).reshape(300, -1)),
-    "small releasing large": ["text", 1.5, np.arange(3), np.arange(LARGE), None],
-    "just releasing": [
-        np.ones(RELEASING_SIZE - 1, np.uint8),
-        np.ones(LARGE),
-        np.ones(RELEASING_SIZE),
-    ],
-    "bytes": [b"a" * LARGE, b"b" * LARGE],
-    "text": "é" * LARGE,
-    "bytearray": bytearray(b"c" * LARGE),
-    "read-only": np.frombuffer(bytes(range(256)) * 2000, np.uint8),
-}
-
-
-@pytest.mark.parametrize("releases_gil", [None, False, True])
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
-def test_a_value_comes_out_as_it_went_in(
-    outbox: OutboxReader, writer: OutboxWriter, value: Any, releases_gil: bool | None
-) -> None:
-    answer = left_answer(outbox, writer, value)
-    if releases_gil is not None:
-        answer.copy(releases_gil=releases_gil)
-    got = load(answer)
-    assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(value)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("releases_gil", [None, True])
-def test_read_outputs_are_writable_copies(
-    outbox: OutboxReader, writer: OutboxWriter, releases_gil: bool | None
-) -> None:
-    answer = left_answer(outbox, writer, [np.full(LARGE, 1, np.uint8), np.full(LARGE, 2, np.uint8)])
-    if releases_gil:
-        answer.copy(releases_gil=True)
-    first, second = load(answer)
-    assert not np.shares_memory(first, second)
-    first += 10
-    # The same place, and another answer.
-    left(writer, [np.full(LARGE, 7, np.uint8), np.full(LARGE, 7, np.uint8)])
-    outbox._view = None
-    gc.collect()
-    assert (first.min(), first.max(), second.min(), second.max()) == (11, 11, 2, 2)
-
-
 def test_other_threads_run_while_large_buffers_are_copied(
     outbox: OutboxReader, writer: OutboxWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,32 +90,6 @@ def test_other_threads_run_while_large_buffers_are_copied(
     answer.copy(releases_gil=True)
     assert load(answer)[3].tobytes() == bytes(LARGE)
     assert releasing == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
-
-
-@pytest.mark.parametrize(
-    ("start", "sizes"),
-    [
-        (-1, [10]),
-        (0, [-10]),
-        (0, []),
-        (SIZE, [10]),
-        (SIZE - ALIGNMENT, [1]),
-        (0, [SIZE - ALIGNMENT + 1]),
-        (0, [10, 2**62]),
-        (2**70, [10]),
-        (0.0, [10]),
-        (True, [10]),
-        (0, [10.0]),
-        (0, ["10"]),
-        ("0", [10]),
-    ],
-)
-def test_an_answer_is_nowhere_but_in_the_outbox(
-    outbox: OutboxReader, start: Any, sizes: Any
-) -> None:
-    items = [(sizes[0] if sizes else 0, len(sizes) - 1)]
-    with pytest.raises(TransportError, match="at an invalid place in shared memory"):
-        outbox.find(start, sizes, [], items)
 
 
 def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
@@ -206,40 +128,6 @@ def test_unused_memory_returns_to_the_system(outbox: OutboxReader, writer: Outbo
         writer.rest()
     assert memory_of(outbox._fd) == 0
     assert load(left_answer(outbox, writer, np.ones(LARGE))).sum() == LARGE
-
-
-def answer_there(writer: OutboxWriter, sender: Any) -> None:
-    """In another process, which does not come to its end."""
-    sender.send(left(writer, [np.full(LARGE, 3), "text"]))
-    inheritable = [
-        number
-        for number in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{number}")
-        and "memfd" in os.readlink(f"/proc/self/fd/{number}")
-        and os.get_inheritable(int(number))
-    ]
-    sender.send(inheritable)
-    os._exit(3)
-
-
-@pytest.mark.slow
-def test_another_process_leaves_an_answer_and_dies() -> None:
-    context = multiprocessing.get_context("spawn")
-    outbox = OutboxReader(SIZE, LEAST)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=answer_there, args=(outbox, sender))
-    process.start()
-    outbox.close_fd()
-    sender.close()
-    where = receiver.recv()
-    assert receiver.recv() == []
-    process.join(LIMIT)
-    assert process.exitcode == 3
-    process.close()
-    receiver.close()
-    array, text = load(outbox.find(*where))
-    assert (array.sum(), text) == (3 * LARGE, "text")
-    outbox.close()
 
 
 def test_unmappable_outbox_reports_the_reason(outbox: OutboxReader) -> None:

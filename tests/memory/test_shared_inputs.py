@@ -30,7 +30,6 @@ from sender_harness import (
     opened,
     slabs_of,
     stage_inputs,
-    sums,
     until_copying,
     wait_until_copied,
 )
@@ -40,10 +39,7 @@ from waits import LIMIT, Gate, call, outcome, turns, until
 from fast_batcher import DynBatcher
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import loads
-from fast_batcher.errors import (
-    PoisonRequestError,
-    UnsendableValueError,
-)
+from fast_batcher.errors import PoisonRequestError, UnsendableValueError
 
 pytestmark = pytest.mark.slow
 
@@ -54,38 +50,6 @@ def harness() -> Iterator[SenderHarness]:
     harness = SenderHarness()
     yield harness
     harness.close()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"x" * SMALL,
-        bytearray(SMALL),
-        "é" * SMALL,
-        np.arange(40_000),
-        [np.arange(2048) for _ in range(17)],
-        [[number] for number in range(60_000)],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_large_input_is_shared(harness: SenderHarness, value: Any) -> None:
-    harness.batch("first", value)
-    assert harness.kinds == [Kind.SHARED_INPUTS]
-    first, got = harness.read()
-    assert first == "first"
-    assert np.array_equal(got, value)
-    assert harness.slabs.count == 1
-
-
-def test_thread_copies_a_large_batch_in_order(harness: SenderHarness) -> None:
-    for value in ("before", filled(1, LARGE), "between", filled(2, LARGE), "after"):
-        harness.batch(value)
-    small = Kind.INPUT_ATOMS
-    assert harness.kinds == [small, None, small, None, small]
-    harness.run_jobs()
-    got = [harness.read()[0] for _ in range(5)]
-    assert got[::2] == ["before", "between", "after"]
-    assert sums(got[1::2]) == [1, 2]
 
 
 def test_an_input_is_locked_until_it_is_copied(harness: SenderHarness) -> None:
@@ -99,16 +63,7 @@ def test_an_input_is_locked_until_it_is_copied(harness: SenderHarness) -> None:
     by_thread.append(1)
 
 
-def test_the_slabs_of_a_lost_worker_are_free(harness: SenderHarness) -> None:
-    for _ in range(2):
-        harness.batch(np.zeros(SMALL, np.uint8))
-    harness.replace_worker()
-    assert harness.slabs.count == 0
-
-
-def test_slabs_visible_to_orphans_stay_occupied(
-    harness: SenderHarness,
-) -> None:
+def test_slabs_visible_to_orphans_stay_occupied(harness: SenderHarness) -> None:
     for _ in range(3):
         harness.batch(np.zeros(SMALL, np.uint8))
     harness.read()
@@ -146,9 +101,7 @@ def test_batch_without_room_uses_the_pipe(
     assert has_kept == (stages == 1)
 
 
-def test_input_unpicklable_the_second_time_is_rejected(
-    harness: SenderHarness,
-) -> None:
+def test_input_unpicklable_the_second_time_is_rejected(harness: SenderHarness) -> None:
     class Once:
         def __init__(self) -> None:
             self._is_used = False
@@ -204,10 +157,7 @@ def arrays_of_few_layouts(count: int) -> list[Any]:
     ids=["any", "arrays"],
 )
 async def test_payloads_survive_deaths_and_cancellations(
-    make: Callable[[int], list[Any]],
-    stages: bool,
-    size: int,
-    caplog: pytest.LogCaptureFixture,
+    make: Callable[[int], list[Any]], stages: bool, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Random kills and cancellations, and a memory that is too small for all."""
     random = np.random.default_rng(2)
@@ -342,9 +292,7 @@ async def test_loop_copies_if_no_thread_starts() -> None:
 
 
 @anyio
-async def test_another_worker_gets_the_copied_batch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_another_worker_gets_the_copied_batch(caplog: pytest.LogCaptureFixture) -> None:
     async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]

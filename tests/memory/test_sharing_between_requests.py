@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from models.scribbling import (
-    Scribbles,
-    ScribblesAndDies,
-    ScribblesOnBatch,
-    filling,
-    scribble,
-)
+from models.scribbling import Scribbles, ScribblesAndDies, ScribblesOnBatch, filling, scribble
 from sender_harness import opened
 from waits import call, one_loop, outcome
 

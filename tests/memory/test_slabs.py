@@ -3,11 +3,9 @@
 import ctypes
 import gc
 import mmap
-import multiprocessing
 import os
 import resource
 import threading
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,7 @@ from waits import LIMIT
 
 from fast_batcher._arrays.tensors import VolatileBuffer
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs, SlabViews
-from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, copy_buffer
+from fast_batcher._shared_memory.ranges import PAGE, copy_buffer
 from fast_batcher._transport.progress import WorkerProgress, open_passed
 
 MEBI = 2**20
@@ -65,27 +63,6 @@ def write(slabs: Slabs, part: Section, data: bytes = b"x") -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("releases_gil", [False, True])
-def test_worker_sees_written_bytes(slabs: Slabs, views: SlabViews, releases_gil: bool) -> None:
-    random = np.random.default_rng(1)
-    pieces: list[tuple[int, bytes | memoryview]] = [
-        (0, b"short"),
-        (64, random.bytes(RELEASING_SIZE)),
-        (2 * RELEASING_SIZE, memoryview(random.bytes(3 * RELEASING_SIZE))),
-        (7 * RELEASING_SIZE, memoryview(bytearray(random.bytes(100_000)))),
-        (10 * RELEASING_SIZE, b""),
-    ]
-    before, slab = taken(slabs, PAGE), taken(slabs, MEBI)
-    slabs.write(slab, pieces, releases_gil=releases_gil)
-    view = views.view(BATCH)
-    assert (view.format, view.nbytes, view.readonly) == ("B", SIZE, False)
-    for offset, piece in pieces:
-        begin = slab.start + offset
-        assert view[begin : begin + len(piece)] == piece
-    assert before.start + before.length == slab.start
-
-
 @pytest.mark.parametrize("piece", [b"bytes", memoryview(b"read-only"), memoryview(bytearray(9))])
 def test_copy_stays_inside_the_target(piece: Any) -> None:
     target = np.zeros(len(piece) + 1, np.uint8)
@@ -114,23 +91,6 @@ def test_freeable_memory_is_copied_whole_or_fails(slabs: Slabs, views: SlabViews
     gone.close()
     with pytest.raises(OSError, match="resized"):
         slabs.write(taken(slabs, MEBI), [(0, volatile(address, MEBI))], releases_gil=True)
-
-
-@pytest.mark.slow
-def test_the_app_may_write(slabs: Slabs, views: SlabViews) -> None:
-    slab = reserved(slabs, MEBI)
-    lent = slabs.lend(slabs.section(slab, slab.start + 64, 5))
-    lent[:] = b"hello"
-    assert bytes(views.view(BATCH)[slab.start + 64 : slab.start + 69]) == b"hello"
-    address = np.frombuffer(lent, np.uint8).__array_interface__["data"][0]
-    assert slabs.offset_of(address) == slab.start + 64
-    # Its owner lives as long as there is a view.
-    watch = weakref.ref(lent.obj)
-    kept = lent[2:]
-    del lent
-    assert watch() is not None
-    del kept
-    assert watch() is None
 
 
 # --- memory of the system -------------------------------------------------------------------------
@@ -168,9 +128,7 @@ def test_missing_memory_fails_before_writing(slabs: Slabs) -> None:
 # --- ranges ---------------------------------------------------------------------------------------
 
 
-def test_referenced_slab_stays_occupied(
-    slabs: Slabs,
-) -> None:
+def test_referenced_slab_stays_occupied(slabs: Slabs) -> None:
     slab = reserved(slabs, MEBI)
     part = slabs.section(slab, slab.start, PAGE)
     del slab
@@ -186,25 +144,6 @@ def test_referenced_slab_stays_occupied(
     leaked.leak()
     del leaked
     assert slabs.count == 1
-
-
-# --- views ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_last_view_frees_the_batch(views: SlabViews) -> None:
-    """Not as long as there is a reshape of a slice of a view."""
-    view = views.view(BATCH)
-    array = np.frombuffer(view[64 : 64 + 4 * 3000], np.float32)
-    kept = array[10:2010].reshape(20, 100)[3:, ::2]
-    del view, array
-    gc.collect()
-    assert views.take_freed() == []
-    kept = kept.T
-    assert views.take_freed() == []
-    del kept
-    assert views.take_freed() == [BATCH]
-    assert views.take_freed() == []
 
 
 # --- forks ----------------------------------------------------------------------------------------
@@ -258,9 +197,7 @@ def test_batch_is_free_without_views_in_children(
 
 
 @pytest.mark.slow
-def test_batch_stays_occupied_without_a_pipe(
-    views: SlabViews,
-) -> None:
+def test_batch_stays_occupied_without_a_pipe(views: SlabViews) -> None:
     held = views.view(1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -289,26 +226,6 @@ def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
     os.close(sink)
     os.waitpid(pid, 0)
     sender.send(slabs.take_freed())
-
-
-@pytest.mark.slow
-def test_forked_views_keep_memory_of_other_process() -> None:
-    context = multiprocessing.get_context("spawn")
-    slabs = Slabs(SIZE)
-    slab = taken(slabs, PAGE)
-    write(slabs, slab, b"hello")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=read, args=(slabs, slab.start, slab.length, sender))
-    process.start()
-    sender.close()
-    assert receiver.recv() == b"hello"
-    assert receiver.recv() == []
-    assert receiver.recv() == [BATCH]
-    process.join(LIMIT)
-    assert process.exitcode == 0
-    process.close()
-    receiver.close()
-    slabs.close()
 
 
 @pytest.mark.slow

@@ -120,9 +120,7 @@ if __name__ == "__main__":
 """
 
 
-def test_limited_address_space_error_names_the_setting(
-    tmp_path: Path,
-) -> None:
+def test_limited_address_space_error_names_the_setting(tmp_path: Path) -> None:
     program, interpreter = tmp_path / "program.py", tmp_path / "python"
     program.write_text(LIMITED_WORKER)
     # KiB: half of what is shared unless it is set otherwise.

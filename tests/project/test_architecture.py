@@ -81,12 +81,7 @@ MAY_IMPORT = {
 }
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "fastapi", "starlette", "uvloop"}
-NOT_OF_OURS_IN_WORKER = {
-    "batcher",
-    "_session",
-    "_parent",
-    "fastapi",
-}
+NOT_OF_OURS_IN_WORKER = {"batcher", "_session", "_parent", "fastapi"}
 # What `import fast_batcher` must not load: whoever needs it has it and loads it himself.
 HEAVY = {
     *("fastapi", "numpy", "opentelemetry", "prometheus_client", "pydantic", "ray", "starlette"),
@@ -346,9 +341,7 @@ def test_host_and_actor_alone_import_ray() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("-I", "-S"), ()], ids=["Python alone", "all is installed"])
-def test_importing_loads_only_the_standard_library(
-    options: tuple[str, ...],
-) -> None:
+def test_importing_loads_only_the_standard_library(options: tuple[str, ...]) -> None:
     # What is installed may load more of its own when the interpreter starts.
     before = modules_after("pass", options)
     loaded = modules_after("from fast_batcher import DynBatcher", options)

@@ -164,9 +164,7 @@ def test_concurrent_answers_are_the_models(
 
 
 @pytest.mark.slow
-def test_only_the_batched_endpoint_shares_batches(
-    embeddings: httpx2.Client,
-) -> None:
+def test_only_the_batched_endpoint_shares_batches(embeddings: httpx2.Client) -> None:
     sizes = {}
     for name, path in demo.ENDPOINTS.items():
         completed, batches = read_stats(embeddings, name)

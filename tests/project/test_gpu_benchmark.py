@@ -11,9 +11,7 @@ from programs import run_command
 from benchmarks.gpu.__main__ import read_arguments, run_part
 from benchmarks.gpu.report import Results
 
-TABLES = {
-    *("resnet", "encoder", "lengths", "processes", "prepare", "faults", "reference", "times"),
-}
+TABLES = {*("resnet", "encoder", "lengths", "processes", "prepare", "faults", "reference", "times")}
 
 
 @pytest.mark.slow

@@ -17,11 +17,7 @@ from PIL import Image
 from waits import LIMIT
 
 from benchmarks.load.server import serve
-from examples.image_classification.model import (
-    ImageClassifier,
-    decode,
-    to_input,
-)
+from examples.image_classification.model import ImageClassifier, decode, to_input
 from examples.image_classification.prediction import ARRAY_SHAPE, Prediction
 from examples.image_classification.resnet import ARCHITECTURES
 
@@ -76,9 +72,7 @@ def test_network_has_torchvision_parameters(arch: str) -> None:
 
 
 @pytest.mark.slow
-def test_batch_and_single_images_give_equal_results(
-    classifier: ImageClassifier,
-) -> None:
+def test_batch_and_single_images_give_equal_results(classifier: ImageClassifier) -> None:
     images = [classifier.prepare(make_image(seed)) for seed in range(3)]
     alone = []
     for image in images:

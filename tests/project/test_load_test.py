@@ -100,20 +100,6 @@ def test_an_open_loop_without_arrivals_ends(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_error_is_kept(target: Target) -> None:
-    measurement = measure(target, Case("failing", "/every-third-fails", 2), 0, SHORT)
-    assert measurement.lost.keys() == {"status 500"}
-    assert measurement.first_error == "500 it is the third"
-
-
-@pytest.mark.slow
-def test_answers_without_content_are_good(target: Target) -> None:
-    measurement = measure(target, Case("nothing", "/nothing", 2), 0, replace(SHORT, method="GET"))
-    assert measurement.figures["answers"] > 0
-    assert measurement.lost == {}
-
-
-@pytest.mark.slow
 def test_a_client_ends_with_its_starter(target: Target) -> None:
     long = replace(SETTINGS, seconds=LIMIT)
     (plan,) = make_plans(target, Case("batched", "/double", 1), 0, long)
@@ -141,9 +127,7 @@ def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
 
 
 @pytest.mark.slow
-def test_load_test_command_stores_its_results(
-    tmp_path: Path,
-) -> None:
+def test_load_test_command_stores_its_results(tmp_path: Path) -> None:
     (tmp_path / "body").write_bytes(BODIES[0])
     command = [sys.executable, "-m", "benchmarks.load_test", "--app", APP]
     command += ["--path", "/double", "--unbatched-path", "/slow", "--seconds", "0.3"]

@@ -81,9 +81,7 @@ async def test_killed_actors_cost_no_request(cluster: RayCluster) -> None:
     assert_balance(batcher)
 
 
-async def test_request_that_kills_its_actor_is_poison(
-    cluster: RayCluster,
-) -> None:
+async def test_request_that_kills_its_actor_is_poison(cluster: RayCluster) -> None:
     batcher = DynBatcher(Placed, 4, model_args=[0.005], workers=SPREAD)
     async with loaded(batcher) as load:
         with pytest.raises(PoisonRequestError):
@@ -128,9 +126,7 @@ async def test_next_host_serves_after_host_death(cluster: RayCluster) -> None:
     assert load.errors == []
 
 
-async def test_calls_recover_with_the_cluster(
-    cluster: RayCluster,
-) -> None:
+async def test_calls_recover_with_the_cluster(cluster: RayCluster) -> None:
     """Both nodes end with the head; this process and its batcher do not."""
     options: dict[str, Any] = {"restart_window": 3.0, "max_restarts": 2, "timeout": LIMIT}
     batcher = DynBatcher(Placed, 4, model_args=[0.005], workers=SPREAD, **options)

@@ -9,30 +9,21 @@ import numpy as np
 import pytest
 from models.on_ray import Complains, Doubles, NeedsModule, Placed
 from ray_nodes import OTHER, RayCluster, needs_ray
+from recorder import Recorder
 from waits import LIMIT, Watch, assert_balance, one_loop, until
 
 from fast_batcher import DynBatcher, InferenceError, WorkerStartupError
-from fast_batcher.observing import Observer, WorkerChanged
+from fast_batcher.observing import WorkerChanged
 from fast_batcher.ray import RayWorkers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, needs_ray, one_loop]
-
-
-class Changes(Observer):
-    """The changes of workers."""
-
-    def __init__(self) -> None:
-        self.events: list[WorkerChanged] = []
-
-    def worker_changed(self, event: WorkerChanged) -> None:
-        self.events.append(event)
 
 
 async def test_two_actors_answer_and_end_with_the_batcher(
     cluster: RayCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "fast_batcher")
-    changes, loads_ray = Changes(), "ray" in sys.modules
+    changes, loads_ray = Recorder(), "ray" in sys.modules
     workers = RayWorkers(2, scheduling_strategy="SPREAD")
     async with DynBatcher(Placed, 4, model_args=[0.01], workers=workers) as batcher:
         batcher.add_observer(changes)
@@ -70,7 +61,7 @@ async def test_model_writes_into_large_inputs_and_returns_them(cluster: RayClust
 async def test_records_and_events_name_the_node(
     cluster: RayCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes = Changes()
+    changes = Recorder()
     workers = RayWorkers(resources={f"at_{OTHER}": 1})
     async with DynBatcher(Complains, workers=workers, observers=[changes]) as batcher:
         assert await batcher.process_batched("good") == "good"
@@ -78,10 +69,10 @@ async def test_records_and_events_name_the_node(
             await batcher.process_batched("bad")
         assert isinstance(raised.value, InferenceError)
         await until(lambda: any(record.name == "models.on_ray" for record in caplog.records))
-        await until(lambda: len(changes.events) >= 2)
+        await until(lambda: len(changes.of(WorkerChanged)) >= 2)
     record = next(record for record in caplog.records if record.name == "models.on_ray")
     assert record.getMessage() == "got good"
-    ready = next(event for event in changes.events if event.change == "ready")
+    ready = next(event for event in changes.of(WorkerChanged) if event.change == "ready")
     assert ready.node == OTHER
     assert vars(record)["worker_node"] == OTHER
     assert vars(record)["worker_pid"] == ready.pid
@@ -121,9 +112,7 @@ async def test_missing_module_error_names_runtime_env(cluster: RayCluster) -> No
     assert "runtime_env={'working_dir': '.'}" in error
 
 
-async def test_unmet_demand_is_named_with_its_resources(
-    cluster: RayCluster,
-) -> None:
+async def test_unmet_demand_is_named_with_its_resources(cluster: RayCluster) -> None:
     workers = RayWorkers(num_gpus=2, placement_timeout=8.0)
     error = await opening_error(Placed, workers=workers)
     assert "had no node within placement_timeout=8 seconds" in error

@@ -6,18 +6,19 @@ from fast_batcher._core.values import Release
 
 
 class FaultyPolicy(GreedyPolicy):
-    """Raises in one of its methods, once."""
+    """Raises in one of its methods, as often as it is told."""
 
     learns = True
     may_hold = True
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, times: int = 1) -> None:
+        self._where, self._times = where, times
+        self.error = IndexError("a fault of ours")
 
     def _raise_in(self, where: str) -> None:
-        if where == self.where:
-            self.where = ""
-            raise IndexError("a fault of ours")
+        if where == self._where and self._times:
+            self._times -= 1
+            raise self.error
 
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now, or raise."""

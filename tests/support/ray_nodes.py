@@ -67,12 +67,7 @@ class RayCluster:
             stdout=subprocess.PIPE,
             text=True,
             # Ray notes its last cluster in that directory, for all programs that look there.
-            env={
-                **os.environ,
-                **FAST,
-                "PYTHONPATH": PYTHONPATH,
-                "RAY_TMPDIR": self.directory,
-            },
+            env={**os.environ, **FAST, "PYTHONPATH": PYTHONPATH, "RAY_TMPDIR": self.directory},
         )
         self.address: str = self._command("start", HEAD)
 

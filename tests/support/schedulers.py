@@ -1,6 +1,7 @@
 """Driver of a scheduler for tests of the core: every time is an argument. No process, no clock."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fast_batcher._core.policy import GreedyPolicy, Policy
 from fast_batcher._core.queue import BatchPacker
@@ -16,32 +17,16 @@ NOTHING: Lost = ([], [])
 def make(
     policy: Policy | None = None,
     *,
-    max_batch_size: int = 2,
-    max_queue_size: int = 100,
-    max_queue_bytes: int | None = None,
     measure_size: Callable[[object], int] | None = None,
-    timeout: float | None = None,
-    max_latency: float | None = None,
-    infer_timeout: float | None = None,
-    idempotent: bool = True,
-    isolate_errors: bool = True,
     packer: BatchPacker | None = None,
     is_grouped: bool = False,
     workers: int = 1,
+    **limits: Any,
 ) -> Scheduler:
-    """A scheduler whose workers are ready since moment 0."""
+    """A scheduler whose workers are ready since moment 0; `limits` are those of `Limits`."""
     scheduler = Scheduler(
         policy or GreedyPolicy(),
-        Limits(
-            max_batch_size=max_batch_size,
-            max_queue_size=max_queue_size,
-            max_queue_bytes=max_queue_bytes,
-            timeout=timeout,
-            max_latency=max_latency,
-            infer_timeout=infer_timeout,
-            idempotent=idempotent,
-            isolate_errors=isolate_errors,
-        ),
+        Limits(**{"max_batch_size": 2, "max_queue_size": 100, **limits}),
         measure_size=measure_size,
         packer=packer,
         is_grouped=is_grouped,

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import multiprocessing
 import os
+import re
 import sys
 from math import inf, nan
 from typing import Any, get_type_hints
@@ -202,60 +203,25 @@ async def a_coroutine(_: object) -> float:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_batch_size": 0}, "max_batch_size=0: give a whole number, 1 to 1048576"),
-        ({"max_queue_size": 0}, "max_queue_size=0: give a whole number, 1 or more"),
-        ({"num_workers": True}, "num_workers=True: give a whole number, 1 to 1024"),
-        (
-            {"num_workers": (8, 1)},
-            "num_workers=(8, 1): give a whole number, 1 to 1024, or the fewest and the most "
-            "workers, for example (1, 8)",
-        ),
-        (
-            {"num_workers": (1, 3), "devices": "cpu"},
-            "num_workers=(1, 3): devices=['cpu'] and workers_per_device=1 give 1 workers; omit "
-            "num_workers",
-        ),
-        ({"timeout": 0.0}, "timeout=0.0: give seconds as a number, more than 0 and at most a year"),
-        ({"max_delay": -1}, "max_delay=-1: give seconds as a number, 0 or more and at most a year"),
-        (
-            {"policy": "fixed"},
-            "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
-            "number of seconds, for example max_delay=0.01",
-        ),
-        (
-            {"max_batch_cost": 8},
-            "max_batch_cost=8: it has no effect without costs; give cost=, a function from an "
-            "input to its cost",
-        ),
+        ({"num_workers": (1, 3), "devices": "cpu"}, r"num_workers=\(1, 3\): .*; omit num_workers"),
         (
             {"num_workers": 3, "devices": ["cuda:0", "cuda:1"]},
-            "num_workers=3: devices=['cuda:0', 'cuda:1'] and workers_per_device=1 give 2 workers; "
-            "omit num_workers",
+            "num_workers=3: .*; omit num_workers",
         ),
-        (
-            {"workers_per_device": 2},
-            "workers_per_device=2: it has no effect without devices; give devices=, or "
-            "num_workers=",
-        ),
-        pytest.param(
-            {"key": len}, f"key={len!r}: it has no effect without a cache; give cache=", id="key"
-        ),
-        ({"name": ""}, "name='': give a printable, non-empty string or omit it"),
+        ({"policy": "fixed"}, "max_delay=None: policy='fixed' .* for example max_delay=0.01"),
+        ({"max_batch_cost": 8}, "max_batch_cost=8: .*; give cost="),
+        ({"workers_per_device": 2}, "workers_per_device=2: .*; give devices=, or num_workers="),
+        pytest.param({"key": len}, "key=.*; give cache=", id="key"),
         # Without an id of its own the test's name would hold an address.
-        pytest.param(
-            {"cost": a_coroutine},
-            f"cost={a_coroutine!r}: it is async; write a plain def",
-            id="a coroutine",
-        ),
+        pytest.param({"cost": a_coroutine}, "cost=.*; write a plain def", id="a coroutine"),
     ],
 )
 def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], message: str) -> None:
-    assert refusal(**settings) == message
+    """Settings that need or exclude others; the table has those of one setting."""
+    assert re.match(message, refusal(**settings))
 
 
-def test_max_rss_bytes_needs_linux(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_max_rss_bytes_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert refusal(max_rss_bytes=1).startswith("max_rss_bytes=1: the memory of a process")
     construct(max_rss_bytes=None)

@@ -3,15 +3,13 @@
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models.raising import EXCEPTIONS, CodedError
 
 from fast_batcher._transport import pickling
 from fast_batcher._transport.pickling import SerializedError
-from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, RemoteTraceback
+from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError
 
 # The smallest `max_frame_bytes` there is.
 LEAST_MAX_FRAME_BYTES = 2**20
@@ -31,42 +29,6 @@ def raised(error: BaseException) -> BaseException:
 
 
 # --- failures -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", EXCEPTIONS)
-def test_exceptions_arrive_as_inference_errors(name: str) -> None:
-    failure = pickling.describe(raised(EXCEPTIONS[name]()))
-    crossed = SerializedError(*pickling.loads(pickling.dumps(failure)))
-    assert crossed == failure
-    one, two = crossed.to_error(), crossed.to_error()
-    assert one is not two
-    for error in (one, two):
-        assert isinstance(error, InferenceError)
-        assert isinstance(str(error), str)
-        assert isinstance(error.__cause__, RemoteTraceback)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(
-            ValueError("v"),
-            KeyError("k"),
-            FileNotFoundError(2, "none", "file"),
-            CodedError("c", 42),
-        ),
-        # Its attributes are slots, which its text needs.
-        np.exceptions.AxisError(5, 1),
-    ],
-    ids=repr,
-)
-def test_exception_keeps_type_arguments_and_attributes(error: Exception) -> None:
-    result = pickling.describe(raised(error)).to_error()
-    assert isinstance(result, type(error))
-    assert str(result) == str(error)
-    assert result.args == error.args
-    for name in ("code", "filename", "errno"):
-        assert getattr(result, name, None) == getattr(error, name, None)
 
 
 def test_any_failure_fits_into_the_smallest_frame() -> None:

@@ -13,18 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.collated import (
-    Compiled,
-    Doubles,
-    Keeps,
-    Noted,
-    Notes,
-    OnGrad,
-    OutOfMemory,
-    Sequences,
-    Trains,
-    Words,
-)
+from models.collated import Compiled, Doubles, Keeps, Noted, Notes, OnGrad, Sequences, Trains, Words
 from waits import ONE_LOOP, assert_balance, call, outcome, turns
 
 from fast_batcher import (
@@ -251,21 +240,6 @@ async def test_batch_with_unknown_culprit_is_divided() -> None:
         calls = [call(batcher, row(length)) for length in (2, 3)]
         for task in calls:
             assert isinstance(await outcome(task), CollationError)
-
-
-@pytest.mark.slow  # the worker loads PyTorch
-async def test_out_of_memory_reduces_batches() -> None:
-    async with DynBatcher(OutOfMemory, policy="fixed", max_delay=20, max_batch_size=8) as batcher:
-        calls = [call(batcher, row()) for _ in range(8)]
-        for task in calls:
-            assert (await outcome(task)).tolist() == [0, 1, 2]
-        # That it is known for what it is: the next batches are not as large.
-        calls = [call(batcher, row()) for _ in range(8)]
-        for task in calls:
-            assert (await outcome(task)).tolist() == [0, 1, 2]
-        stats = assert_balance(batcher)
-        assert stats.failed == 0
-        assert stats.batch_sizes[8] == 1
 
 
 async def test_class_with_invalid_collation_is_rejected() -> None:

@@ -49,9 +49,7 @@ with frozen():
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
-def test_last_of_several_blocks_unfreezes(
-    first_to_end: int,
-) -> None:
+def test_last_of_several_blocks_unfreezes(first_to_end: int) -> None:
     run(f"""
 blocks = [frozen(), frozen()]
 for block in blocks:

@@ -4,46 +4,16 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 import pytest
+from faulty_policy import FaultyPolicy
 from schedulers import make, poll_batches, reject, run, settle, submit, told
 
-from fast_batcher._core.policy import GreedyPolicy, Load
-from fast_batcher._core.queue import PaddedPacker, Queue
+from fast_batcher._core.queue import PaddedPacker
 from fast_batcher._core.service_model import PaddedModel, Shape
-from fast_batcher._core.values import Dispatch, Expire, Fail, Release, Request
-
-
-class Faulty(GreedyPolicy):
-    """Raises in one of its methods, as often as it is told."""
-
-    learns = True
-    may_hold = True
-
-    def __init__(self, where: str, times: int = 1) -> None:
-        self._where = where
-        self._times = times
-        self.error = IndexError("the clock went back")
-
-    def _raise_in(self, where: str) -> None:
-        if where == self._where and self._times:
-            self._times -= 1
-            raise self.error
-
-    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
-        """Send now, or raise."""
-        self._raise_in("decide")
-        return Release.IDLE
-
-    def arrived(self, now: float, count: int, is_idle: bool) -> None:
-        """Learn nothing, or raise."""
-        self._raise_in("arrived")
-
-    def batch_done(self, now: float, size: int, load: Load) -> None:
-        """Learn nothing, or raise."""
-        self._raise_in("batch_done")
+from fast_batcher._core.values import Dispatch, Expire, Fail, Request
 
 
 def test_arrivals_are_taken_all_or_not_at_all() -> None:
-    policy = Faulty("arrived")
+    policy = FaultyPolicy("arrived")
     scheduler = make(policy, max_batch_size=2)
     requests = [Request(None, None) for _ in range(2)]
     with pytest.raises(IndexError):
@@ -53,7 +23,7 @@ def test_arrivals_are_taken_all_or_not_at_all() -> None:
 
 
 def test_raising_decision_fails_only_waiting_requests() -> None:
-    policy = Faulty("decide")
+    policy = FaultyPolicy("decide")
     scheduler = make(policy, max_batch_size=2, timeout=5.0, workers=2)
     running = run(scheduler, 0.0, 2)
     expiring = run(scheduler, 0.0, 2, deadline=1.0)
@@ -75,7 +45,7 @@ def test_raising_decision_fails_only_waiting_requests() -> None:
 
 
 def test_failed_learning_loses_no_answer() -> None:
-    policy = Faulty("batch_done")
+    policy = FaultyPolicy("batch_done")
     scheduler = make(policy, max_batch_size=2)
     batch = run(scheduler, 0.0)
     assert settle(scheduler, 1.0, batch) == batch.requests

@@ -1,7 +1,6 @@
 """Telling callers, whoever they are and wherever they have gone: each outcome is counted once."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -15,35 +14,6 @@ pytestmark = pytest.mark.anyio
 def counts(ledger: Ledger) -> tuple[int, int, int]:
     outcomes = ledger.counters.outcomes
     return outcomes["completed"], outcomes["failed"], outcomes["cancelled"]
-
-
-async def test_each_remaining_caller_gets_its_outcome() -> None:
-    """Some callers have gone."""
-    loop = asyncio.get_running_loop()
-    here, failed, looks_like_an_error = (loop.create_future() for _ in range(3))
-    gone, gone_failing, settled = (loop.create_future() for _ in range(3))
-    for future in (gone, gone_failing):
-        future.cancel()
-    failure = Failure(InferenceError("failed"))
-    output = ValueError("an output")
-    outcomes: list[tuple[Any, Any]] = [
-        (gone, 1),
-        (gone_failing, failure),
-        (here, "one"),
-        (failed, failure),
-        (looks_like_an_error, output),
-        (settled, "late"),
-    ]
-    requests = [Request(None, caller) for caller, _ in outcomes]
-    requests[-1].is_settled = True
-    ledger = Ledger("model")
-    batch = Batch(0, 0, requests, Release.IDLE, 0.0, len(requests), 0.0)
-    ledger.answer(batch, requests, [outcome for _, outcome in outcomes])
-    assert (here.result(), looks_like_an_error.result()) == ("one", output)
-    assert isinstance(failed.exception(), InferenceError)
-    assert not settled.done()
-    assert counts(ledger) == (2, 1, 2)
-    assert all(request.is_settled for request in requests)
 
 
 @pytest.mark.parametrize(

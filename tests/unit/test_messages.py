@@ -3,12 +3,7 @@
 import gc
 import weakref
 
-from fast_batcher._core.values import (
-    Batch,
-    ExpiryReason,
-    Release,
-    Request,
-)
+from fast_batcher._core.values import Batch, ExpiryReason, Release, Request
 
 
 def test_reasons_are_the_words_that_users_see() -> None:

@@ -246,9 +246,7 @@ class Replaced(Echo):
 Hidden = Replaced
 
 
-def test_class_under_another_name_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_class_under_another_name_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Echo):
         pass
 

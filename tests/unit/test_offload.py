@@ -1,9 +1,7 @@
 """Work beside the loop: where it runs, what becomes of it, and what is kept of it."""
 
 import asyncio
-import gc
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -12,27 +10,6 @@ from waits import LIMIT, outcome, until
 from fast_batcher._session.offload import offload
 
 pytestmark = pytest.mark.anyio
-
-
-class Input:
-    """Something that can be seen to go."""
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-async def test_error_is_raised_unchanged(is_long: bool) -> None:
-    def fail(_: Input) -> None:
-        raise KeyError("wrong")
-
-    gc.disable()
-    try:
-        value = Input()
-        seen = weakref.ref(value)
-        with pytest.raises(KeyError, match="wrong") as caught:
-            await offload(is_long, fail, value)
-        del value, caught
-        assert seen() is None
-    finally:
-        gc.enable()
 
 
 async def test_loop_runs_during_offloaded_work() -> None:

@@ -83,9 +83,7 @@ def test_copying_a_batcher_names_the_remedy(duplicate: Callable[[object], object
 
 
 @pytest.mark.parametrize("end", ["aclose", "stop"])
-async def test_explicit_close_ends_all_owners(
-    end: str,
-) -> None:
+async def test_explicit_close_ends_all_owners(end: str) -> None:
     batcher = DynBatcher(Echo, stop_timeout=0.0)
     before = contextlib.AsyncExitStack()
     async with batcher:
@@ -112,9 +110,7 @@ async def test_explicit_close_ends_all_owners(
     await batcher.aclose()
 
 
-async def test_owner_during_close_is_rejected(
-    gate: Gate,
-) -> None:
+async def test_owner_during_close_is_rejected(gate: Gate) -> None:
     batcher = DynBatcher(Gated, model_args=(gate.path,))
     await batcher.__aenter__()
     accepted = call(batcher, "accepted")

@@ -100,61 +100,10 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert there_and_back([value, FILLER])[0] == value
 
 
-ARRAYS: dict[str, Any] = {
-    "C": np.arange(60_000.0).reshape(200, 300),
-    "Fortran": np.asfortranarray(np.arange(60_000.0).reshape(200, 300)),
-    "part": np.arange(60_000.0).reshape(200, 300)[::2, 10:100],
-    "reversed": np.arange(60_000)[::-1],
-    "small": np.arange(10),
-    "empty": np.zeros((0, 5)),
-    "scalar": np.array(3.5),
-    "records": np.zeros(5000, dtype=[("a", "i4"), ("b", "f8")]),
-    "dates": np.arange("2000-01", "2900-01", dtype="datetime64[D]"),
-    "text": np.array(["abc"] * 5000),
-    "objects": np.array([None, "a", 3] * 1000, dtype=object),
-    "big endian": np.arange(5000, dtype=">i4"),
-    "half": np.arange(50_000, dtype=np.float16),
-    "masked": np.ma.masked_equal(np.arange(5000), 3),
-    "read-only": np.frombuffer(bytes(5000), np.uint8),
-}
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_comes_back_as_it_was(name: str) -> None:
-    sent = ARRAYS[name]
-    _, got = there_and_back([FILLER, sent])
-    assert type(got) is type(sent)
-    assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
-    assert np.array_equal(got, sent)
-    assert got.flags.writeable == (name != "read-only")
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_of_inputs_are_writable(name: str) -> None:
-    sent = ARRAYS[name].copy(order="K")
-    sent.flags.writeable = False
-    got = pickle.loads(OutOfBandPickler(LEAST, makes_writable=True).dumps(sent))
-    assert type(got) is type(sent)
-    assert (got.dtype, got.strides) == (sent.dtype, sent.strides)
-    assert np.array_equal(got, sent)
-    assert got.flags.writeable
-
-
 def test_nothing_large_is_copied_but_text() -> None:
     values: list[Any] = [np.arange(LARGE), b"x" * LARGE, bytearray(LARGE)]
     expected = {np.frombuffer(value, np.uint8).ctypes.data for value in values}
     assert addresses(parts_of(values)) == expected
-
-
-def test_arrays_arrive_as_views_and_bytes_as_copies() -> None:
-    parts = parts_of(np.zeros(LARGE, np.uint8), b"a" * LARGE)
-    slab = write(parts)
-    array, raw = load(parts, slab)
-    slab[:] = b"z" * len(slab)
-    assert bytes(array) == b"z" * LARGE
-    assert raw == b"a" * LARGE
-    array[:] = 7
-    assert 7 in slab
 
 
 def test_small_buffers_stay_in_the_stream() -> None:
@@ -250,52 +199,6 @@ def test_buffers_in_garbage_cycles_are_released() -> None:
 @pytest.fixture(scope="module")
 def torch() -> Any:
     return pytest.importorskip("torch")
-
-
-def make_tensors(torch: Any) -> dict[str, Any]:
-    plain = torch.arange(60_000.0).reshape(200, 300)
-    with_note = plain.clone()
-    with_note.note = "mine"
-    return {
-        "plain": plain,
-        "half": plain.to(torch.bfloat16),
-        "whole numbers": plain.to(torch.int64),
-        "flags": plain > 100,
-        "complex": torch.complex(plain, plain),
-        "conjugated": torch.complex(plain, plain).conj(),
-        "part": plain[::2, 5:100],
-        "channels last": torch.zeros(2, 3, 40, 50).to(memory_format=torch.channels_last),
-        "with gradient": plain.clone().requires_grad_(),
-        "sparse": plain.to_sparse(),
-        "small": plain[0, :3].clone(),
-        "without axes": torch.tensor(1.5),
-        "with an attribute": with_note,
-        "parameter": torch.nn.Parameter(plain.clone()),
-    }
-
-
-# The others are small, or pickled as torch does it.
-OUT_OF_BAND = {
-    *("plain", "half", "whole numbers", "flags", "complex", "parameter"),
-    *("part", "channels last", "with gradient"),
-}
-
-
-@pytest.mark.slow
-def test_tensors_come_back_as_they_were(torch: Any) -> None:
-    pickler = make_pickler()
-    for name, sent in make_tensors(torch).items():
-        parts = parts_of([FILLER, sent], pickler=pickler)
-        assert (len(parts.sizes) == 3) == (name in OUT_OF_BAND), name
-        ((_, got),) = load(parts)
-        assert type(got) is type(sent)
-        assert (got.dtype, got.shape, got.stride()) == (sent.dtype, sent.shape, sent.stride()) or (
-            name in ("sparse", "part")
-        ), name
-        assert torch.equal(got.to_dense(), sent.to_dense()), name
-        # An output leaves the model's gradients.
-        assert got.requires_grad == (sent.requires_grad and name == "parameter")
-        assert vars(got) == vars(sent)
 
 
 @pytest.mark.slow

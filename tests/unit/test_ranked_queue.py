@@ -122,10 +122,7 @@ def test_priorities_hold_under_an_old_backlog() -> None:
     are_priorities_used=st.booleans(),
 )
 def test_no_request_waits_longer_than_the_bound(
-    ranks: list[tuple[int, int]],
-    late: list[tuple[int, int]],
-    most: int,
-    are_priorities_used: bool,
+    ranks: list[tuple[int, int]], late: list[tuple[int, int]], most: int, are_priorities_used: bool
 ) -> None:
     arrivals = Arrivals()
     worth = int(are_priorities_used)

@@ -1,7 +1,6 @@
 """Conditions for joining two rows, and errors that name the difference."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,31 +72,6 @@ def test_rows_that_differ(one: Any, other: Any, text: str) -> None:
     difference = describe_difference(make_row(one, STACK), make_row(other, STACK))
     assert text in difference
     assert ("see Collation.pad" in difference) == ("of shape (3,)" in text)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: np.array([object()]),
-        lambda: np.array([(1, object())], "i4,O"),
-        lambda: np.ma.masked_array([1, 2], [True, False]),
-        lambda: np.matrix([[1]]),
-        lambda: np.rec.fromarrays([[1]]),
-        lambda: torch.zeros(2).to_sparse(),
-        lambda: torch.zeros(2, device="meta"),
-        lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8),
-        lambda: torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})),
-        lambda: 2**63,
-        lambda: object(),
-        lambda: {1, 2},
-        lambda: bytearray(b"ab"),
-        lambda: range(3),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning", "ignore:torch.quantize")
-def test_unjoinable_feature_is_named(make: Callable[[], Any]) -> None:
-    with pytest.raises(CollationError, match=r"'some\.feature' is "):
-        make_row({"some": {"feature": make()}}, STACK)
 
 
 @pytest.mark.parametrize(

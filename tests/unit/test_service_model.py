@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.service_model import (
-    MOST_BUCKETS,
-    ServiceModel,
-)
+from fast_batcher._core.service_model import MOST_BUCKETS, ServiceModel
 
 sizes = st.one_of(st.integers(1, 256), st.floats(1e-3, 1e6))
 seconds = st.floats(1e-6, 1e4)

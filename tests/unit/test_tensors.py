@@ -4,21 +4,11 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._arrays.tensors import PLAIN_DTYPES, is_plain_tensor, rebuild_tensor
+from fast_batcher._arrays.tensors import rebuild_tensor
 from fast_batcher._transport.pickling import OutOfBandPickler, loads
 from fast_batcher.caching import hash_input
 
 torch: Any = pytest.importorskip("torch")
-
-
-@pytest.mark.parametrize("name", PLAIN_DTYPES)
-def test_tensor_is_rebuilt_from_its_bytes(name: str) -> None:
-    tensor = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name))
-    assert is_plain_tensor(torch, tensor)
-    raw = bytearray(tensor.view(torch.uint8).numpy().tobytes())
-    got = rebuild_tensor(memoryview(raw), tensor.dtype, tuple(tensor.shape))
-    assert got.dtype == tensor.dtype
-    assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["qint8", "quint8", "qint32", "bits8"])

@@ -18,15 +18,10 @@ from models.ordinary import Holds
 
 
 class TalksNonsense(InferenceModel[bytes, bytes]):
-    """Writes its inputs into the channel to the parent, behind the library's back.
-
-    At "die" it kills itself.
-    """
+    """Writes its inputs into the channel to the parent, behind the library's back."""
 
     def infer(self, inputs: list[bytes]) -> list[bytes]:
         for data in inputs:
-            if data == b"die":
-                os.kill(os.getpid(), signal.SIGKILL)
             os.write(_channel(), data)
         return inputs
 
@@ -148,9 +143,7 @@ class StartsProcesses(InferenceModel[str, int]):
 
     def _start(self, command: str) -> int:
         process = subprocess.Popen(
-            ["sh", "-c", command],
-            stdout=subprocess.PIPE,
-            start_new_session=self._in_own_session,
+            ["sh", "-c", command], stdout=subprocess.PIPE, start_new_session=self._in_own_session
         )
         self._started.append(process)
         assert process.stdout is not None
@@ -171,8 +164,6 @@ class Reports(InferenceModel[str, dict[str, Any]]):
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "modules": sorted(sys.modules),
             "daemon": multiprocessing.current_process().daemon,
-            "start method": multiprocessing.get_start_method(allow_none=True),
-            "name": multiprocessing.current_process().name,
             "descriptors": sorted(map(_target, os.listdir("/proc/self/fd"))),
             "channel ends": len(_channel_ends()),
             "streams": [_target(str(number)) for number in range(3)],

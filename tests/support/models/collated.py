@@ -61,19 +61,6 @@ class OnGrad(InferenceModel[Any, Any]):
         return [inputs.requires_grad] * len(inputs)
 
 
-class OutOfMemory(InferenceModel[Any, Any]):
-    """Has memory for two rows."""
-
-    collation = Collation.stack()
-
-    def infer(self, inputs: Any) -> Any:
-        if len(inputs) > 2:
-            import torch
-
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return inputs
-
-
 class Words(Keeps):
     collation = "stack"  # type: ignore[assignment]  # what it is about
 

@@ -15,17 +15,9 @@ from models.returning import RefusesPickling
 
 
 class Digests(InferenceModel[Any, Any]):
-    """Answers with the SHA-256 of each input, of b"whereabouts" with its process id.
-
-    Of ("killed", input) it dies, of ("raise", input) it raises.
-    """
+    """Answers with the SHA-256 of each input, of b"whereabouts" with its process id."""
 
     def infer(self, inputs: list[Any]) -> list[Any]:
-        for one in inputs:
-            if isinstance(one, tuple) and one[0] == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if isinstance(one, tuple):
-                raise ValueError(one[0])  # noqa: TRY004  it is what it was asked for
         return [os.getpid() if _is(one, b"whereabouts") else digest(one) for one in inputs]
 
 
@@ -183,13 +175,11 @@ def _flatten(value: Any) -> Iterator[bytes]:  # noqa: C901  flat on purpose
 class MakesLarge(InferenceModel[Any, Any]):
     """Answers with what `make_large` makes of its inputs' arguments.
 
-    Of "pid" it answers with its process id, of "killed" it dies, of an error with that, of
-    "unpicklable" with something that is. Others it gives back.
+    Of "pid" it answers with its process id, of "unpicklable" with something that is. Others it
+    gives back.
     """
 
     def infer(self, inputs: list[Any]) -> list[Any]:
-        if "killed" in inputs:
-            os.kill(os.getpid(), signal.SIGKILL)
         return [self._answer(one) for one in inputs]
 
     def _answer(self, one: Any) -> Any:

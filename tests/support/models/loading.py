@@ -93,10 +93,3 @@ class GeneratorInfer:
 
 class NoInfer:
     pass
-
-
-class Namespace:
-    """Holds a class that is reached through it."""
-
-    class Inner(Echo):
-        pass

@@ -1,7 +1,6 @@
 """Models whose outputs are miscounted, of a wrong type or unpicklable. Worker process."""
 
 import array
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
@@ -77,24 +76,6 @@ def _tell_arrival() -> TellsArrival:
     for listener in TellsArrival.listeners:
         listener()
     return TellsArrival()
-
-
-class BrokenOnArrival:
-    """Pickles well; unpickling raises in the process on the named side, "worker" or "parent"."""
-
-    def __init__(self, side: str, error: BaseException) -> None:
-        self._side = side
-        self._error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self._side, self._error)
-
-
-def _arrive(side: str, error: BaseException) -> BrokenOnArrival:
-    is_worker = multiprocessing.parent_process() is not None
-    if is_worker == (side == "worker"):
-        raise error
-    return BrokenOnArrival(side, error)
 
 
 class ReturnsUneven(InferenceModel[str, Any]):

@@ -3,11 +3,11 @@
 import logging
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 from fast_batcher import InferenceModel
 from models.base import AtGate, pass_gate
+from models.loading import NeedsFile
 
 
 class Batches(InferenceModel[Any, list[Any]]):
@@ -47,25 +47,6 @@ class SumsAtGate(AtGate):
     def infer(self, inputs: list[Any]) -> list[int]:
         pass_gate(self._gate, [int(one.sum()) for one in inputs])
         return [int(one.sum()) for one in inputs]
-
-
-class NeedsFile(InferenceModel[Any, Any]):
-    """Echoes; loads only if there is such a file."""
-
-    def __init__(self, path: str) -> None:
-        Path(path).read_bytes()
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        return inputs
-
-
-class EchoesOrHolds(AtGate):
-    """Echoes arrays and other inputs; waits at the gate with "hold" in its batch."""
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        if any(isinstance(one, str) and one == "hold" for one in inputs):
-            pass_gate(self._gate, len(inputs))
-        return inputs
 
 
 class Chatty(InferenceModel[Any, Any]):
