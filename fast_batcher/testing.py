@@ -25,13 +25,13 @@ from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.queue import Queue
 from fast_batcher._core.values import Batch, Release, Request, settle
 from fast_batcher._independence import MOST_INPUTS, find_dependence
-from fast_batcher._parent.sending import decode, dump_inputs, make_pickler
+from fast_batcher._parent.sending import BatchSender, decode, dump_inputs, make_pickler
 from fast_batcher._parent.worker_handle import WorkerHandle
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel, Status
-from fast_batcher._session.session import LocalSession, Session
+from fast_batcher._session.session import LocalSession, Parts, Session
 from fast_batcher._transport.pickling import describe
 from fast_batcher._worker.loop import limit_output, pickle_output, unpickle_item
 from fast_batcher.batcher import DynBatcher, session_makers
@@ -391,6 +391,25 @@ class _PicklingWorker(ThreadWorker):
         return decode(limit_output(pickle_output(output), self._settings.max_frame_bytes))
 
 
+class _KitParts(Parts):
+    """The parts of a session for tests."""
+
+    def __init__(self, kit: BatcherKit) -> None:
+        self._kit = kit
+
+    def make_policy(self, settings: Settings, *, is_stepped: bool) -> Policy:
+        """Make a policy that holds batches for a test."""
+        return _HoldingPolicy(self._kit, super().make_policy(settings, is_stepped=is_stepped))
+
+    def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
+        """Make a thread, unless the kit has processes."""
+        is_threaded = settings.workers == "threads"
+        if self._kit.workers == "processes" and not is_threaded:
+            return super().make_worker(settings, sender, *arguments)
+        make = ThreadWorker if is_threaded else _PicklingWorker
+        return make(*arguments, latency=lambda: self._kit.latency)
+
+
 class _KitSession(LocalSession):
     """A session for tests: it records and holds batches, and lets calls fail."""
 
@@ -404,17 +423,7 @@ class _KitSession(LocalSession):
     ) -> None:
         self._kit = kit
         self.has_deadlines = kit.timeouts
-        super().__init__(model, settings, status, ledger)
-
-    def _make_policy(self, settings: Settings) -> Policy:
-        return _HoldingPolicy(self._kit, super()._make_policy(settings))
-
-    def _make_worker(self, *arguments: Any) -> WorkerHandle:
-        is_threaded = self.settings.workers == "threads"
-        if self._kit.workers == "processes" and not is_threaded:
-            return super()._make_worker(*arguments)
-        make = ThreadWorker if is_threaded else _PicklingWorker
-        return make(*arguments, latency=lambda: self._kit.latency)
+        super().__init__(model, settings, status, ledger, _KitParts(kit))
 
     def wake(self) -> None:
         """Decide again about the waiting requests. Any thread."""

@@ -16,7 +16,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import replace
@@ -53,7 +54,7 @@ from fast_batcher._parent.worker_handle import Exit, WorkerHandle
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Status
-from fast_batcher._session.session import LocalSession
+from fast_batcher._session.session import LocalSession, Parts
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.logs import pack_record
@@ -265,6 +266,41 @@ class MemoryRanges:
             )
 
 
+class HostParts(Parts):
+    """The parts of a session that takes inputs and outputs as bytes."""
+
+    def __init__(self, range_size: int) -> None:
+        # Bytes of the memory of one API process.
+        self.range_size = range_size
+        # None without workers on a cluster.
+        self.cluster: Cluster | None = None
+
+    def open_memory(self, settings: Settings, loop: AbstractEventLoop, name: str) -> MemoryService:
+        """Open memory for all ranges. The host writes nothing there."""
+        return MemoryService(loop, MAX_RANGES * self.range_size, name)
+
+    def make_sender(
+        self, settings: Settings, memory: MemoryService, workers: Mapping[int, Any], name: str
+    ) -> BatchSender:
+        """Make the sender of batches, whose inputs are pickled already."""
+        return HostSender(settings, memory, workers, name, OpaquePickler(0))
+
+    def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
+        """Make a process, a thread, or an actor of a cluster."""
+        workers = settings.workers
+        if not isinstance(workers, RayWorkers):
+            return super().make_worker(settings, sender, *arguments)
+        from fast_batcher._ray.cluster import Cluster
+        from fast_batcher._ray.handle import RayWorker
+
+        if self.cluster is None:
+            self.cluster = Cluster(workers)
+        return RayWorker(self.cluster, sender, *arguments)
+
+    def make_evaluator(self, settings: Settings, name: str, methods: Sequence[Method]) -> None:
+        """Make none: the API processes have called the user's functions."""
+
+
 class HostSession(LocalSession):
     """The session of all API processes: reports each change of its workers.
 
@@ -283,9 +319,7 @@ class HostSession(LocalSession):
         status = Status(hello.name, ledger, is_logged=False)
         self._on_change = on_change
         self._was_open = hello.was_open
-        # None without workers on a cluster.
-        self._cluster: Cluster | None = None
-        self._range_size = hello.settings["max_shared_bytes"] // SHARED_PART // PAGE * PAGE
+        range_size = hello.settings["max_shared_bytes"] // SHARED_PART // PAGE * PAGE
         # The model of the workers; and the model of the reload that runs, None without one.
         self.generation = hello.generation
         self._next: Generation | None = None
@@ -295,38 +329,16 @@ class HostSession(LocalSession):
         _, model, weights, _ = self.generation
         model_spec = ModelSpec(hello.model_name, model, methods=hello.methods, weights=weights)
         self.live = LiveSettings(settings, hello.changes)
-        super().__init__(CurrentModel(model_spec), self.live.current, status, ledger)
+        parts = self._host_parts = HostParts(range_size)
+        super().__init__(CurrentModel(model_spec), self.live.current, status, ledger, parts)
         self.number_generation(self.generation.number)
         slabs = self.memory.slabs
         self.ranges = MemoryRanges(
             slabs if isinstance(slabs, Slabs) else None,
-            self._range_size,
+            range_size,
             self.binding.loop,
             self._name,
         )
-
-    def _open_memory(self) -> MemoryService:
-        """Open memory for all ranges. The host writes nothing there."""
-        return MemoryService(self.binding.loop, MAX_RANGES * self._range_size, self._name)
-
-    def _make_worker(self, *arguments: Any) -> WorkerHandle:
-        workers = self.settings.workers
-        if not isinstance(workers, RayWorkers):
-            return super()._make_worker(*arguments)
-        from fast_batcher._ray.cluster import Cluster
-        from fast_batcher._ray.handle import RayWorker
-
-        if self._cluster is None:
-            self._cluster = Cluster(workers)
-        return RayWorker(self._cluster, self.sender, *arguments)
-
-    def _make_sender(self) -> BatchSender:
-        return HostSender(
-            self.settings, self.memory, self.pool.workers, self._name, OpaquePickler(0)
-        )
-
-    def _make_evaluator(self, methods: Sequence[Method]) -> None:
-        """Make none: the API processes have called the user's functions."""
 
     def accept(self, request: Request) -> None:
         """Add a request to the queue, unless its process has not heard yet that this is broken."""
@@ -382,6 +394,7 @@ class HostSession(LocalSession):
         """Describe the state and the statistics to the API processes."""
         error = self.status.broken_error()
         start_error = given_up = None
+        cluster = self._host_parts.cluster
         if isinstance(error, NotReadyError):
             given_up = (self.status.given_up or "", error.retry_after or 0.0)
         elif error is not None:
@@ -393,7 +406,7 @@ class HostSession(LocalSession):
             explanation=self.explain(),
             start_error=start_error,
             given_up=given_up,
-            waits_for="" if self._cluster is None else self._cluster.describe_wait(),
+            waits_for="" if cluster is None else cluster.describe_wait(),
         )
 
     async def aclose(self) -> None:
@@ -416,7 +429,7 @@ class HostSession(LocalSession):
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         """Break while opening, unless another host had workers on this cluster before."""
         is_opening = self.status.state is State.OPENING
-        if self._cluster is not None and self._was_open and is_opening:
+        if self._host_parts.cluster is not None and self._was_open and is_opening:
             logger.warning("%s: %s; trying again", self._name, error)
         else:
             super().worker_failed_to_start(worker, error)

@@ -20,7 +20,8 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -256,12 +257,51 @@ class Session(ABC):
 REST_OF_ANSWER = 0.05
 
 
+class Parts:
+    """Makes the parts of a session that differ in an app, in a host and in tests."""
+
+    def make_policy(self, settings: Settings, *, is_stepped: bool) -> Policy:
+        """Make the policy that decides when a batch leaves."""
+        if is_stepped:  # there is nothing to wait for
+            return make_policy("greedy", None)
+        return make_policy(settings.policy, settings.max_delay)
+
+    def open_memory(self, settings: Settings, loop: AbstractEventLoop, name: str) -> MemoryService:
+        """Open the shared memory for inputs."""
+        return MemoryService(loop, settings.max_shared_bytes, name)
+
+    def make_sender(
+        self, settings: Settings, memory: MemoryService, workers: Mapping[int, Any], name: str
+    ) -> BatchSender:
+        """Make the sender of batches to processes."""
+        return BatchSender(settings, memory, workers, name)
+
+    def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
+        """Make a worker; the arguments are those of `WorkerHandle`."""
+        if settings.workers == "threads":
+            return ThreadWorker(*arguments)
+        return WorkerProcess(sender, *arguments)
+
+    def make_evaluator(
+        self, settings: Settings, name: str, methods: Sequence[Method]
+    ) -> CostEvaluator | None:
+        """Make the evaluator of costs and groups, None if there is nothing to evaluate."""
+        evaluator = CostEvaluator(settings, name, methods)
+        return evaluator if evaluator.is_needed else None
+
+
 class LocalSession(Session):
     """A session with a scheduler and workers of its own."""
 
     def __init__(
-        self, model: CurrentModel, settings: Settings, status: Status, ledger: Ledger
+        self,
+        model: CurrentModel,
+        settings: Settings,
+        status: Status,
+        ledger: Ledger,
+        parts: Parts | None = None,
     ) -> None:
+        parts = self._parts = parts or Parts()
         self._is_stepped = model.spec.is_stepped
         size = 1 if self._is_stepped else settings.batch_limit
         methods = [Method(*method, size) for method in model.spec.methods]
@@ -271,15 +311,21 @@ class LocalSession(Session):
         # Empty without observers.
         self._active = ledger.observers.active
         self._reports = Reports(self._name, settings)
-        evaluator = self._make_evaluator(methods)
+        evaluator = parts.make_evaluator(settings, self._name, methods)
         self._evaluate = None if evaluator is None else evaluator.evaluate
-        self.scheduler = make_scheduler(
-            settings, methods, self._make_policy(settings), is_stepped=self._is_stepped
+        policy = parts.make_policy(settings, is_stepped=self._is_stepped)
+        self.scheduler = make_scheduler(settings, methods, policy, is_stepped=self._is_stepped)
+        self.memory = parts.open_memory(settings, self.binding.loop, self._name)
+        self.pool = Pool(
+            model.spec,
+            settings,
+            self,
+            self.memory,
+            ledger.observers,
+            self._name,
+            lambda *arguments: parts.make_worker(settings, self.sender, *arguments),
         )
-        self.memory = self._open_memory()
-        parts = model.spec, settings, self, self.memory, ledger.observers, self._name
-        self.pool = Pool(*parts, self._make_worker)
-        self.sender = self._make_sender()
+        self.sender = parts.make_sender(settings, self.memory, self.pool.workers, self._name)
         self._arena = self.sender.arena
         # Types of inputs that may be staged; empty until the first large input.
         self._staged_types = self._arena.probes
@@ -295,27 +341,6 @@ class LocalSession(Session):
         # Requests that the scheduler has rejected on arrival.
         self._rejected = 0
         self._set_scaling()
-
-    def _make_policy(self, settings: Settings) -> Policy:
-        if self._is_stepped:  # there is nothing to wait for
-            return make_policy("greedy", None)
-        return make_policy(settings.policy, settings.max_delay)
-
-    def _open_memory(self) -> MemoryService:
-        return MemoryService(self.binding.loop, self.settings.max_shared_bytes, self._name)
-
-    def _make_worker(self, *arguments: Any) -> WorkerHandle:
-        if self.settings.workers == "threads":
-            return ThreadWorker(*arguments)
-        return WorkerProcess(self.sender, *arguments)
-
-    def _make_sender(self) -> BatchSender:
-        return BatchSender(self.settings, self.memory, self.pool.workers, self._name)
-
-    def _make_evaluator(self, methods: Sequence[Method]) -> CostEvaluator | None:
-        """Make the evaluator of costs and groups, None if there is nothing to evaluate."""
-        evaluator = CostEvaluator(self.settings, self._name, methods)
-        return evaluator if evaluator.is_needed else None
 
     # Requests: from the caller to the queue.
 
@@ -829,7 +854,9 @@ class LocalSession(Session):
         """Use the changed settings from now on."""
         self._submit_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
-        policy = None if keeps_policy else self._make_policy(settings)
+        policy = (
+            None if keeps_policy else self._parts.make_policy(settings, is_stepped=self._is_stepped)
+        )
         self.settings = settings
         count = self.pool.fleet.count
         count = min(max(count, settings.fewest_workers), settings.most_workers)

@@ -384,6 +384,37 @@ def test_importing_starts_nothing_and_changes_nothing() -> None:
 # Every file.
 
 
+def test_no_class_overrides_what_its_base_calls_in_the_constructor() -> None:
+    """The method would run before the attributes of its own class are there."""
+    classes = {
+        node.name: node
+        for source in SOURCES.values()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def list_bases(node: ast.ClassDef) -> list[ast.ClassDef]:
+        names = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+        own = [classes[name] for name in names if name in classes]
+        return own + [base for one in own for base in list_bases(one)]
+
+    def list_methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+        return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+
+    found = []
+    for name, node in classes.items():
+        for base in list_bases(node):
+            begin = list_methods(base).get("__init__", ast.Pass())
+            used = {
+                each.attr
+                for each in ast.walk(begin)
+                if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"
+            }
+            found += [f"{name}.{method}" for method in used & list_methods(node).keys()]
+    assert "LocalSession" in classes
+    assert found == []
+
+
 @every_source
 def test_every_file_has_a_docstring(name: str) -> None:
     docstring = ast.get_docstring(SOURCES[name].tree)
