@@ -291,7 +291,7 @@ class Observers:
             seconds = perf_counter() - self._pause_began
             self._pauses.append(CollectionPaused(info["generation"], seconds))
 
-    def tell(self, event: Event, *, follow: bool | None = None) -> None:
+    def tell(self, event: Event, follow: bool | None = None) -> None:
         """Call every observer, only the followers of batches, or only the others.
 
         They are called in an empty context; the first error of each is logged.

@@ -48,7 +48,6 @@ from fast_batcher._host.protocol import (
     unpack_error,
     unpack_failure,
 )
-from fast_batcher._observers import Event as ObserverEvent
 from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
@@ -209,10 +208,12 @@ class RemoteSession(Session):
             self._introduce,
             settings.max_frame_bytes + FRAME_ROOM,
             settings.start_timeout,
-            self,
-            self._list_handlers(),
             loop,
             self._name,
+            handlers=self._list_handlers(),
+            joined=self._host_joined,
+            unreachable=self._host_unreachable,
+            lost=self._host_lost,
         )
         self._evaluator = CostEvaluator(settings, self._name, methods)
         # The requests without an outcome; of these the ones to be sent, by id.
@@ -229,10 +230,9 @@ class RemoteSession(Session):
         )
         # The last state that the host has sent; None before the first, and without a host.
         self._host: HostState | None = None
-        # Calls of `reload` without an outcome, by number; and the calls that wait for a host.
-        self._reloads: dict[int, asyncio.Future[None]] = {}
+        # Calls of `reload` without an outcome, by number; without a host they wait for the next.
+        self._reloads: dict[int, tuple[messages.ReloadCall, asyncio.Future[None]]] = {}
         self._reload_numbers = itertools.count()
-        self._unsent_reloads: list[messages.ReloadCall] = []
         # Whether a host was open.
         self._was_open = False
         # The figures of that state, or of the last one of a host that is gone.
@@ -365,7 +365,7 @@ class RemoteSession(Session):
             messages.ReloadBegun: self._model.begin_reload,
             messages.ReloadEnded: self._take_generation,
             messages.Reloaded: self._finish_reload,
-            messages.Told: self._tell,
+            messages.Told: self._ledger.observers.tell,
             messages.Followed: self._tell_followers,
             messages.ReporterChosen: self._report,
         }
@@ -519,9 +519,6 @@ class RemoteSession(Session):
             self._is_observed = True
             self._link.tell(messages.Observe())
 
-    def _tell(self, event: ObserverEvent, follow: bool | None) -> None:
-        self._ledger.observers.tell(event, follow=follow)
-
     def _tell_followers(self, dispatched: BatchDispatched, end: BatchAnswered | BatchLost) -> None:
         """Tell the observers that follow batches of a batch that has ended."""
         self._ledger.observers.follow(dispatched, lambda context: context)
@@ -546,13 +543,12 @@ class RemoteSession(Session):
             was_open=self._was_open,
         )
 
-    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
+    def _host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
         self._link.tell(messages.Reconfigure(self._live.changes))  # some after the introduction
-        for call in self._unsent_reloads:
+        for call, _ in self._reloads.values():
             self._link.tell(call)
-        self._unsent_reloads.clear()
         self._report(False)  # the host tells which process does
         self._inputs.use(memory, welcome.start, welcome.length)
         self._room, self._sent = welcome.room, 0
@@ -560,7 +556,7 @@ class RemoteSession(Session):
             keep_deadline(request, self.settings.max_latency)
         self.run_soon()
 
-    def host_unreachable(self, error: BaseException) -> None:
+    def _host_unreachable(self, error: BaseException) -> None:
         """Break while opening; afterwards count it as the loss of a host."""
         if not isinstance(error, BatcherError):
             cause = error
@@ -577,7 +573,7 @@ class RemoteSession(Session):
             logger.warning("%s: %s; trying again", self._name, error)
             self._rejoin_later()
 
-    def host_lost(self) -> None:
+    def _host_lost(self) -> None:
         """Join the next host, which gets the requests of the dead one."""
         host, self._host = self._host, None
         self.status.waits_for = ""
@@ -631,14 +627,8 @@ class RemoteSession(Session):
         self._link.join_later(delay)
 
     def _take_state(self, host: HostState, is_last: bool) -> None:
-        self._link.host_ends = is_last
-        self._follow(host)
-        if self._hung_up is None:
-            self._link.tell(messages.StateRead())
-            self._observe()
-
-    def _follow(self, host: HostState) -> None:
         """Bring the batcher into the state of its host."""
+        self._link.host_ends = is_last
         self._host = host
         self._stats, self._explanation = host.stats, host.explanation
         state = self.status.state
@@ -654,6 +644,9 @@ class RemoteSession(Session):
                 self.status.move(Event.ALL_READY)
             elif state is State.BROKEN:
                 self.status.recover()
+        if self._hung_up is None:
+            self._link.tell(messages.StateRead())
+            self._observe()
 
     def _fail_start(self, error: BatcherError) -> None:
         self.status.fail_start(error)
@@ -701,13 +694,10 @@ class RemoteSession(Session):
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Let the host replace its workers by workers with another model."""
-        number = next(self._reload_numbers)
-        call = messages.ReloadCall(number, make_generation(0, model_spec))
-        if self._link.is_connected:
-            self._link.tell(call)
-        else:
-            self._unsent_reloads.append(call)
-        outcome = self._reloads[number] = self.binding.loop.create_future()
+        call = messages.ReloadCall(next(self._reload_numbers), make_generation(0, model_spec))
+        self._link.tell(call)
+        outcome: asyncio.Future[None] = self.binding.loop.create_future()
+        self._reloads[call.number] = call, outcome
         await outcome
 
     def _finish_reload(self, number: int, packed: tuple[bytes, str] | None) -> None:
@@ -715,8 +705,8 @@ class RemoteSession(Session):
 
     def _end_reload(self, number: int, error: BatcherError | None) -> None:
         """Give a call of `reload` its outcome."""
-        outcome = self._reloads.pop(number, None)
-        if outcome is None or outcome.done() or outcome.get_loop().is_closed():
+        _, outcome = self._reloads.pop(number)
+        if outcome.done() or outcome.get_loop().is_closed():
             return
         if error is None:
             outcome.set_result(None)
@@ -725,7 +715,6 @@ class RemoteSession(Session):
 
     def _end_reloads(self) -> None:
         """Fail the calls of `reload`: no host will hear of them, or tell of them."""
-        self._unsent_reloads.clear()
         for number in [*self._reloads]:
             error = self.status.broken_error() or BatcherClosedError(
                 f"{self._name} was closed while it reloaded"

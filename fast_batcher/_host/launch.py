@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import FileIO
 from multiprocessing import spawn
 from pathlib import Path
@@ -133,7 +133,11 @@ def launch_host(
     module: str = "fast_batcher._host.main",
 ) -> HostProcess:
     socket_id = identify_socket(Path(listener.getsockname())) or ""
-    with _duplicated_stderr() as stderr, contextlib.ExitStack() as on_failure:
+    # As for workers: what is not inheritable is not stderr, but the socket of a server that was
+    # started without standard streams, or the /dev/null in its place.
+    occupy_stdio()
+    stderr = os.dup(2) if os.get_inheritable(2) else os.open(os.devnull, os.O_WRONLY)
+    with FileIO(stderr, "w"), contextlib.ExitStack() as on_failure:
         output = on_failure.enter_context(FileIO(make_memory_file(0)))
         pid = launch(
             [
@@ -160,15 +164,3 @@ def _interpreter() -> list[str]:
         f"-P{options}",
         *(f"-W{option}" for option in sys.warnoptions),
     ]
-
-
-@contextlib.contextmanager
-def _duplicated_stderr() -> Iterator[int]:
-    # As for workers: what is not inheritable is not stderr, but the socket of a server that was
-    # started without standard streams, or the /dev/null in its place.
-    occupy_stdio()
-    fd = os.dup(2) if os.get_inheritable(2) else os.open(os.devnull, os.O_WRONLY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import fields
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, Heartbeat
 from fast_batcher._host import messages
@@ -64,19 +64,14 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
     """Make the key of the host for a batcher of this process."""
     module = model_spec.module
     if module == "__main__":
+        shared, workers = settings.shared, settings.workers
+        asked_by = f"shared={shared!r}" if shared else f"workers={workers!r:.100}"
         raise ConfigurationError(
-            f"{_name_setting(settings)}: {model_spec.name} is defined in the main program, which "
-            "the workers of a host process cannot import; move it to a module of its own"
+            f"{asked_by}: {model_spec.name} is defined in the main program, which the workers of "
+            "a host process cannot import; move it to a module of its own"
         )
     own = _digest_settings(settings) | _digest_model(model_spec)
     return make_key(settings.shared, own, find_module_file(module), name)
-
-
-def _name_setting(settings: Settings) -> str:
-    """Name the setting that asks for a host."""
-    return (
-        f"shared={settings.shared!r}" if settings.shared else f"workers={settings.workers!r:.100}"
-    )
 
 
 def _digest_settings(settings: Settings) -> dict[str, str]:
@@ -180,19 +175,6 @@ class Reached(NamedTuple):
     process: HostProcess | None
 
 
-class LinkEvents(Protocol):
-    """Events that a link reports to its session, on the event loop's thread."""
-
-    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None, /) -> None:
-        """Handle a host that has welcomed this process; `memory` is as in `Reached`."""
-
-    def host_unreachable(self, error: BaseException, /) -> None:
-        """Handle that no host could be joined."""
-
-    def host_lost(self) -> None:
-        """Handle the end of the connection."""
-
-
 class HostLink:
     """A connection to the host of a key, on one event loop."""
 
@@ -202,19 +184,24 @@ class HostLink:
         hello: Callable[[], Hello],
         max_frame_bytes: int,
         start_timeout: float,
-        events: LinkEvents,
-        handlers: Handlers,
         loop: asyncio.AbstractEventLoop,
         name: str,
+        *,
+        handlers: Handlers,
+        joined: Callable[[Welcome, tuple[int, int] | None], None],
+        unreachable: Callable[[BaseException], None],
+        lost: Callable[[], None],
     ) -> None:
         self._key = key
         self._hello = hello
         self._limits = max_frame_bytes, start_timeout
-        self._events = events
+        # Called on the event loop's thread: with a welcome and `Reached.memory`; with an error of
+        # a join; at the end of the connection.
+        self._joined, self._unreachable, self._lost = joined, unreachable, lost
         self._loop = loop
         self._name = name
         self._handlers: Handlers = {
-            messages.Pong: self._note_pong,
+            messages.Pong: lambda: self._heartbeat.answered(0),
             messages.Log: _handle_record,
             **handlers,
         }
@@ -231,7 +218,7 @@ class HostLink:
         self._join_timer: asyncio.TimerHandle | None = None
         # Whether a join starts a missing host.
         self._may_start = True
-        # Whether `host_joined` or `host_unreachable` will follow; and the same for other threads.
+        # Whether a join runs; and the same for other threads.
         self._is_joining = False
         self._has_joined = threading.Event()
         self._has_joined.set()
@@ -252,14 +239,14 @@ class HostLink:
         return None if self._reached is None else self._reached.welcome.process.pid
 
     def join(self) -> None:
-        """Connect to the host, or start it; `host_joined` or `host_unreachable` follows."""
+        """Connect to the host, or start it; `joined` or `unreachable` is called in the end."""
         self._join_timer = None
         self._is_joining = True
         self._has_joined.clear()
         self._thread.run(self._join, self._finish_join)
 
     def join_later(self, seconds: float, *, may_start: bool = True) -> None:
-        """Join after a delay; `host_unreachable` follows if a missing host may not be started."""
+        """Join after a delay, perhaps without starting a missing host."""
         self._may_start = may_start
         self._join_timer = self._loop.call_later(seconds, self.join, context=Context())
 
@@ -425,12 +412,12 @@ class HostLink:
         self._is_joining = False
         reached = self._reached
         if error is not None or reached is None:
-            self._events.host_unreachable(error or NotReadyError("no host"))
+            self._unreachable(error or NotReadyError("no host"))
             return
         self._channel = self._open_channel(reached)
         self._heartbeat = Heartbeat()
         self._reached = reached._replace(memory=None)
-        self._events.host_joined(reached.welcome, reached.memory)
+        self._joined(reached.welcome, reached.memory)
         self._channel.attach(self._loop)
         if self._leaving.is_set():
             self.tell(messages.Goodbye())
@@ -440,9 +427,6 @@ class HostLink:
         ends = (reached.connection, reached.connection)
         take = functools.partial(dispatch, handlers=self._handlers)
         return LoopChannel(ends, self._limits[0], take, self._hung_up)
-
-    def _note_pong(self) -> None:
-        self._heartbeat.answered(0)
 
     # Death.
 
@@ -470,7 +454,7 @@ class HostLink:
         if error is not None:
             logger.error("%s: the host process broke the protocol", self._name, exc_info=error)
         self._hang_up(is_over=True)
-        self._events.host_lost()
+        self._lost()
 
     def _hang_up(self, *, is_over: bool = False) -> None:
         """Close the connection, whose end has been read if it `is_over`."""

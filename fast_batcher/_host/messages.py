@@ -11,10 +11,10 @@
     StateRead                               -->
     Reconfigure: changes                    -->
                                             <--   Reconfigure, to each API process
-    ReloadCall: call, model                 -->
+    ReloadCall: number, model               -->
                                             <--   ReloadBegun, to each API process
                                             <--   ReloadEnded, to each: the model of all workers
-                                            <--   Reloaded: call, error
+                                            <--   Reloaded: number, error
                                             <--   Resend: id
     Resent: id, input                       -->
     Goodbye                                 -->
@@ -147,7 +147,7 @@ class Observe(NamedTuple):
 class ReloadCall(NamedTuple):
     """A call of `reload`."""
 
-    call: int
+    number: int
     generation: Generation
 
 
@@ -252,7 +252,7 @@ class ReloadEnded(NamedTuple):
 class Reloaded(NamedTuple):
     """The outcome of a `ReloadCall`."""
 
-    call: int
+    number: int
     # As `pack_error` packs it.
     error: tuple[bytes, str] | None
 

@@ -520,7 +520,15 @@ class HostServer:
         connection.setblocking(False)
         tenant_id, self._next_id = self._next_id, self._next_id + 1
         limit = MAX_FRAME_BYTES if self._begun is None else self._begun.settings.max_frame_bytes
-        tenant = Tenant(tenant_id, connection, limit + FRAME_ROOM, self._loop, self)
+        tenant = Tenant(
+            tenant_id,
+            connection,
+            limit + FRAME_ROOM,
+            self._loop,
+            on_end=self._tenant_vanished,
+            find_group=self._find_group,
+            find_room=self._find_room,
+        )
         tenant.handle({messages.Hello: self._admit})
         timer = self._loop.call_later(
             HELLO_TIMEOUT, self._drop_stranger, tenant_id, context=Context()
@@ -551,7 +559,7 @@ class HostServer:
         self._successor = None
         self._welcome(tenant, hello)
 
-    def tenant_vanished(self, tenant: Tenant) -> None:
+    def _tenant_vanished(self, tenant: Tenant) -> None:
         """Cancel the requests of a process that is dead."""
         if tenant.id in self._strangers:
             self._drop_stranger(tenant.id)
@@ -601,10 +609,10 @@ class HostServer:
         tenant.handle(self._handlers)
         grant = session.ranges.grant(tenant)
         start, length, *fds = grant or (0, 0)
-        frame = pack_message(Welcome(identify_process(os.getpid()), start, length, self.room))
+        welcome = Welcome(identify_process(os.getpid()), start, length, self._find_room())
         try:
             # The first bytes of the connection, and few: the socket takes them at once.
-            socket.send_fds(tenant.connection, [frame], fds)
+            socket.send_fds(tenant.connection, [pack_message(welcome)], fds)
         except OSError:  # it is gone, which its channel notices
             return
         finally:
@@ -620,7 +628,7 @@ class HostServer:
         self._compare_generations(tenant, hello.generation)
         tenant.tell(messages.StateSent(session.describe_state()))
 
-    def find_group(self, method: str | None, key: bytes | None) -> Group:
+    def _find_group(self, method: str | None, key: bytes | None) -> Group:
         """Return the group of the requests of a method that have this packed key."""
         group = self._groups.get((method, key))
         if group is None:
@@ -628,8 +636,7 @@ class HostServer:
             group = self._groups[method, key] = Group(key, of)
         return group
 
-    @property
-    def room(self) -> int:
+    def _find_room(self) -> int:
         """Requests of one API process for which the queue has room."""
         # Each API process may take its part before it hears of the others.
         return self._session.queue_room // max(1, len(self._tenants))
@@ -814,11 +821,6 @@ class HostServer:
         self._tenancy.asked_to_end(monotonic())
         self._check_end()
 
-    @property
-    def _has_stepped_down(self) -> bool:
-        """Whether it takes no further API processes."""
-        return self._listener.fileno() < 0
-
     def _watch_supervisor(self, pid: int | None) -> None:
         if pid is None or not hasattr(os, "pidfd_open"):
             return
@@ -850,7 +852,7 @@ class HostServer:
 
     def _end(self) -> None:
         if not self.ended.done():
-            if not self._has_stepped_down:
+            if self._listener.fileno() >= 0:  # it has not stepped down
                 self._loop.remove_reader(self._listener.fileno())
             self.ended.set_result(None)
             self._drop_strangers()  # they join the next host

@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fast_batcher._core.values import Batch, Failure, Group, Request
 from fast_batcher._host import messages
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 class RowInput:
     """An input that lies in shared memory alone, or whose API process is being asked for it."""
 
-    def __init__(self, size: int, ask: Callable[["RowInput"], None]) -> None:
-        self.nbytes = size
+    def __init__(self, staged: StagedInput, ask: Callable[["RowInput"], None]) -> None:
+        self.staged = staged
+        self.nbytes = staged.end - staged.start
         self._ask = ask
         self._is_asked = False
         # Called when the input has come, or will not come.
@@ -87,16 +88,13 @@ def decode_opaquely(item: Any) -> Any:
     return Failure((OpaqueRefusal if error.is_refusal else OpaqueError)(error))
 
 
-class CallerContext:
+class CallerContext(NamedTuple):
     """The context of a caller in an API process; stands for a `Context` in events of the host."""
 
-    __slots__ = ("is_followed", "managers", "tenant")
-
-    def __init__(self, tenant: "Tenant", managers: list[bytes], *, is_followed: bool) -> None:
-        self.tenant = tenant
-        # The context managers, as in `fast_batcher._observers.Carried`.
-        self.managers = managers
-        self.is_followed = is_followed
+    tenant: "Tenant"
+    # The context managers, as in `fast_batcher._observers.Carried`.
+    managers: list[bytes]
+    is_followed: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be unpickled as a context in which the context managers were entered."""
@@ -144,13 +142,6 @@ ANSWER_TIMEOUT = 5.0
 MOST_NEWS = 256
 
 
-class _Row(NamedTuple):
-    """An input in shared memory."""
-
-    staged: StagedInput
-    value: RowInput
-
-
 class HostCaller:
     """The caller of a request in an API process, for the ledger."""
 
@@ -169,20 +160,6 @@ class HostCaller:
         self._tenant.answer(self._id, error)
 
 
-class TenantEvents(Protocol):
-    """Events that a tenant reports to the server."""
-
-    def tenant_vanished(self, tenant: "Tenant", /) -> None:
-        """Handle the end of the connection, or a broken protocol."""
-
-    def find_group(self, method: str | None, key: bytes | None, /) -> Group:
-        """Return the group of the requests of a method that have this packed key."""
-
-    @property
-    def room(self) -> int:
-        """Requests for which the queue has room."""
-
-
 class Tenant:
     """An API process that the host serves."""
 
@@ -192,12 +169,16 @@ class Tenant:
         connection: socket.socket,
         max_frame_bytes: int,
         loop: asyncio.AbstractEventLoop,
-        events: TenantEvents,
+        *,
+        on_end: Callable[["Tenant"], None],
+        find_group: Callable[[str | None, bytes | None], Group],
+        find_room: Callable[[], int],
     ) -> None:
         self.id = id
         self.connection = connection
         self._loop = loop
-        self._events = events
+        self._on_end = on_end
+        self._find_group, self._find_room = find_group, find_room
         # None until it has introduced itself.
         self.session: Session | None = None
         self._requests: dict[int, Request] = {}
@@ -250,8 +231,8 @@ class Tenant:
             request = Request(value, HostCaller(self, request_id))
             if position in options:
                 self._apply(request, *options[position])
-            if type(value) is _Row:
-                request.staged, request.value = value
+            if type(value) is RowInput:
+                request.staged = value.staged
             self._requests[request_id] = request
             session.accept(request)
         if contexts:
@@ -262,7 +243,7 @@ class Tenant:
         for position, (managers, is_followed) in contexts.items():
             request = self._requests.get(ids[position])
             if request is not None:
-                request.context = CallerContext(self, managers, is_followed=is_followed)
+                request.context = CallerContext(self, managers, is_followed)
 
     def _abandon(self, ids: list[int]) -> None:
         for request_id in ids:
@@ -290,7 +271,7 @@ class Tenant:
         request.size = size
         request.cost = cost
         if group is not None:
-            request.group = self._events.find_group(*group)
+            request.group = self._find_group(*group)
 
     def _unpack(self, request_id: int, packed: Any) -> Any:
         if isinstance(packed, bytes):
@@ -298,8 +279,7 @@ class Tenant:
         layout, start, end = packed
         self._rows += 1
         staged = StagedInput(Slab(request_id, self._freed), start, end, layout, CopyState.COPIED)
-        ask = functools.partial(self._ask, request_id)
-        return _Row(staged, RowInput(end - start, ask))
+        return RowInput(staged, functools.partial(self._ask, request_id))
 
     def _ask(self, request_id: int, value: RowInput) -> None:
         self._asked[request_id] = value
@@ -354,7 +334,7 @@ class Tenant:
     @property
     def _room(self) -> tuple[int, int]:
         """Requests for which the queue has room, and requests that have arrived."""
-        return self._events.room, self._received
+        return self._find_room(), self._received
 
     def report_freed(self) -> None:
         """Tell the API process which rows are free."""
@@ -377,8 +357,7 @@ class Tenant:
 
     def send(self, kind: int, body: bytes) -> None:
         """Send a frame without waiting; dropped if the process is gone."""
-        if not self.is_gone:
-            self._channel.send(kind, 0, body)
+        self._channel.send(kind, 0, body)
 
     def tell(self, message: tuple[Any, ...]) -> None:
         """Send a message without waiting; dropped if the process is gone."""
@@ -412,4 +391,4 @@ class Tenant:
             logger.error("a server process broke the protocol", exc_info=error)
         self.is_gone = True
         self._channel.close()
-        self._events.tenant_vanished(self)
+        self._on_end(self)
