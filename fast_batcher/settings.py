@@ -641,7 +641,6 @@ _NOT_FOR_STREAMS = {
     "group_by": "a step computes all streams; use a batcher for each group",
     "cache": "chunks are not cached; keep the result of process_batched in the app",
     "isolate_errors": "the model says which stream fails: step returns an exception for it",
-    "shared": "give each server process workers of its own",
 }
 
 

@@ -1,7 +1,7 @@
 """The life of a host by its API processes, the process that reports, and open calls. Pure."""
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from math import inf
 from typing import Final, NamedTuple
 
@@ -103,13 +103,15 @@ class OpenCalls:
         self._idempotent = idempotent
         self._ids = count()
         self._calls = Deadlines()
+        # Streams that have a chunk, whose further deadlines are the host's affair.
+        self._streams: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._calls.requests)
+        return len(self._calls.requests) + len(self._streams)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the requests in order of arrival."""
-        return iter(self._calls.requests.values())
+        """Iterate over the requests in order of arrival, streams with a chunk first."""
+        return chain([*self._streams.values()], self._calls.requests.values())
 
     def add(self, now: float, request: Request) -> None:
         """Add a request that has just arrived, and give it its id."""
@@ -121,11 +123,16 @@ class OpenCalls:
 
     def find(self, id: int) -> Request | None:
         """Return a request, None if it has ended."""
-        return self._calls.requests.get(id)
+        return self._calls.requests.get(id) or self._streams.get(id)
 
     def remove(self, id: int) -> Request | None:
         """Remove and return a request, None if it has ended."""
-        return self._calls.remove(id)
+        return self._streams.pop(id, None) or self._calls.remove(id)
+
+    def begin_stream(self, request: Request) -> None:
+        """Note that a stream has its first chunk."""
+        self._calls.remove(request.id)
+        self._streams[request.id] = request
 
     @property
     def next_expiry(self) -> float:
@@ -148,7 +155,7 @@ class OpenCalls:
             if request.phase != SENT:
                 continue
             request.losses += had_workers
-            if not self._idempotent:
+            if request.has_chunks or not self._idempotent:
                 failed.append(request)
             elif request.losses >= MOST_LOSSES:
                 poisonous.append(request)
@@ -161,7 +168,7 @@ class OpenCalls:
 
     def take_all(self) -> list[Request]:
         """Remove, settle and return every request."""
-        left, self._calls = [*self], Deadlines()
+        left, self._calls, self._streams = [*self], Deadlines(), {}
         return settle_open(left)
 
 

@@ -48,6 +48,7 @@ from fast_batcher._host.protocol import (
     unpack_error,
     unpack_failure,
 )
+from fast_batcher._host.streams import RemoteStreams
 from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
@@ -219,6 +220,7 @@ class RemoteSession(Session):
         # The requests without an outcome; of these the ones to be sent, by id.
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
         self._arrivals: dict[int, Request] = {}
+        self._streams = RemoteStreams(self._open, self.run_soon)
         # Ids of sent requests whose callers have gone.
         self._abandoned: list[int] = []
         # Requests for which the host's queue has room, as far as is known, and requests that this
@@ -301,6 +303,8 @@ class RemoteSession(Session):
         if self._abandoned:
             abandoned, self._abandoned = self._abandoned, []
             self._link.tell(messages.Abandon(abandoned))
+        if reads := self._streams.take_reads():
+            self._link.tell(messages.StreamsRead(reads))
 
     def _send(self, requests: list[Request]) -> None:
         """Send requests, in one frame if their inputs are small; fail unsendable ones."""
@@ -358,6 +362,7 @@ class RemoteSession(Session):
         return {
             HostKind.ANSWERS: self._answer,
             HostKind.ITEM_ANSWERS: functools.partial(self._answer, read=_read_outcome),
+            HostKind.CHUNKS: self._take_chunks,
             messages.FreedInputs: self._inputs.free,
             messages.Resend: self._resend,
             messages.StateSent: self._take_state,
@@ -398,6 +403,29 @@ class RemoteSession(Session):
         if self._drained is not None:
             self._notice_drained()
 
+    def _take_chunks(
+        self,
+        ids: list[int],
+        chunks: list[Any],
+        ended: list[tuple[int, Any]],
+        room: tuple[int, int],
+    ) -> None:
+        """Give streams their chunks, and end those that have ended; `room` as for `_answer`."""
+        self._room = room[0] - (self._sent - room[1])
+        for request_id, packed in zip(ids, chunks, strict=True):
+            request = self._open.find(request_id)
+            failure = None if request is None else self._streams.put(request, packed)
+            if request is not None and failure is not None:
+                set_exception(request, failure.error)
+                self.abandon(request)
+        for request_id, packed in ended:
+            request = self._open.remove(request_id)
+            if request is not None and settle(request):
+                failure = self._streams.end(request, packed)
+                if failure is not None:
+                    set_exception(request, failure.error)
+        self._notice_drained()
+
     def _expire(self) -> None:
         """Expire the requests that the host should have ended before."""
         self._link.read_all()  # the loop may have been blocked
@@ -436,6 +464,7 @@ class RemoteSession(Session):
 
     def _remove(self, request: Request) -> None:
         """Forget a settled request."""
+        self._streams.drop(request)
         if request.staged is not None:
             request.staged.release()
         self._open.remove(request.id)
@@ -602,6 +631,7 @@ class RemoteSession(Session):
         """Send the requests of a dead host again once there is another, or fail them."""
         self._inputs.lose()
         for request in self._open:
+            self._streams.drop(request)
             if request.staged is not None:
                 request.staged.release()
         loss = self._open.host_lost(had_workers=had_workers)

@@ -5,7 +5,8 @@
                                             <--   Welcome: its process, a range of shared memory
     CALLS: ids, inputs, options, contexts   -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
-    Abandon, Observe, Ping                  -->
+                                            <--   CHUNKS: ids, chunks, ends of streams, room
+    Abandon, StreamsRead, Observe, Ping     -->
                                             <--   StateSent, FreedInputs, Log, Told, Followed
                                             <--   ReporterChosen, Pong
     StateRead                               -->
@@ -20,9 +21,9 @@
     Goodbye                                 -->
                                             <--   StateSent, the last message
 
-The requests of one turn of an event loop are one frame, and so are the answers: these three have
-frames of their own. Every other message is a pickled named tuple, and its type names it. `dispatch`
-calls the handler of a frame on both sides.
+The requests of one turn of an event loop are one frame, and so are the answers and the chunks:
+these four have frames of their own. Every other message is a pickled named tuple, and its type
+names it. `dispatch` calls the handler of a frame on both sides.
 
 Both processes run the same version of the library, with the same settings. The host unpickles only
 what this module defines: inputs, outputs and exceptions of the app are bytes to it. Pure; API
@@ -92,6 +93,7 @@ class Hello(NamedTuple):
     generation: Generation
     # The methods, as in `ModelSpec`.
     methods: tuple[tuple[str, int | None], ...]
+    is_stepped: bool
     sys_path: list[str]
     # Levels of the root logger and of the library's, and `logging.captureWarnings`.
     root_level: int
@@ -130,6 +132,12 @@ class Abandon(NamedTuple):
     """The callers of these requests have gone."""
 
     request_ids: list[int]
+
+
+class StreamsRead(NamedTuple):
+    """The numbers of chunks that were read, by the id of the stream's request."""
+
+    counts: dict[int, int]
 
 
 class Resent(NamedTuple):

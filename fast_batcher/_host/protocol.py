@@ -9,6 +9,7 @@ import pickle
 from typing import Any
 
 from fast_batcher._core.values import Failure, Group, Request
+from fast_batcher._session.streams import ChunkSink
 from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, InputError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES
@@ -77,6 +78,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
             request.cost,
             None if request.group is None else name_group(request.group),
             request.size,
+            isinstance(request.caller, ChunkSink),
         )
         for position, request in enumerate(requests)
         if request.has_explicit_deadline
@@ -85,6 +87,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
         or request.group is not None
         or request.cost != 1.0
         or request.size >= 0
+        or isinstance(request.caller, ChunkSink)
     }
 
 

@@ -327,7 +327,13 @@ class HostSession(LocalSession):
         self._loaded: dict[str, FileState] = {}
         self._loaded_next: dict[str, FileState] = {}
         _, model, weights, _ = self.generation
-        model_spec = ModelSpec(hello.model_name, model, methods=hello.methods, weights=weights)
+        model_spec = ModelSpec(
+            hello.model_name,
+            model,
+            methods=hello.methods,
+            weights=weights,
+            is_stepped=hello.is_stepped,
+        )
         self.live = LiveSettings(settings, hello.changes)
         parts = self._host_parts = HostParts(range_size)
         super().__init__(CurrentModel(model_spec), self.live.current, status, ledger, parts)

@@ -25,6 +25,7 @@ from fast_batcher._host.protocol import (
     measure_packed,
     pack_outcome,
 )
+from fast_batcher._host.streams import ChunkOutbox, HostStream, WholeAnswer
 from fast_batcher._observers import Carried, restore_context
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
@@ -34,7 +35,7 @@ from fast_batcher._transport.pickling import OutOfBandPickler, SerializedError, 
 from fast_batcher.errors import UnsendableValueError
 
 if TYPE_CHECKING:
-    from fast_batcher._session.session import Session
+    from fast_batcher._session.session import LocalSession
 
 
 class RowInput:
@@ -180,7 +181,7 @@ class Tenant:
         self._on_end = on_end
         self._find_group, self._find_room = find_group, find_room
         # None until it has introduced itself.
-        self.session: Session | None = None
+        self.session: LocalSession | None = None
         self._requests: dict[int, Request] = {}
         # Requests that have arrived; the API process adds the requests that are on their way.
         self._received = 0
@@ -190,6 +191,7 @@ class Tenant:
         self._ids: list[int] = []
         self._outcomes: list[Any] = []
         self._are_atoms = True
+        self._chunks = ChunkOutbox(loop, self.send, lambda: self._room)
         # Ids of requests whose rows no worker views any more; any thread may append.
         self._freed: deque[int] = deque()
         # Rows that workers may view.
@@ -197,6 +199,7 @@ class Tenant:
         self._handlers: dict[int | type, Callable[..., object]] = {
             HostKind.CALLS: self._submit,
             messages.Abandon: self._abandon,
+            messages.StreamsRead: self._note_reads,
             messages.Resent: self._take_resent,
         }
         take = functools.partial(dispatch, handlers=self._handlers)
@@ -229,8 +232,10 @@ class Tenant:
         self._received += len(ids)
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, HostCaller(self, request_id))
+            if session.is_stepped:
+                request.caller = WholeAnswer(request_id, self._chunks.put, self._end_stream)
             if position in options:
-                self._apply(request, *options[position])
+                self._apply(request_id, request, *options[position])
             if type(value) is RowInput:
                 request.staged = value.staged
             self._requests[request_id] = request
@@ -253,6 +258,7 @@ class Tenant:
 
     def _apply(
         self,
+        request_id: int,
         request: Request,
         deadline: float | None,
         timeout: float | None,
@@ -261,6 +267,7 @@ class Tenant:
         cost: float,
         group: tuple[str | None, bytes | None] | None,
         size: int,
+        is_stream: bool,
     ) -> None:
         """Set what makes a request differ from an ordinary one."""
         if deadline is not None:
@@ -272,6 +279,8 @@ class Tenant:
         request.cost = cost
         if group is not None:
             request.group = self._find_group(*group)
+        if is_stream:
+            request.caller = HostStream(request_id, self._chunks.put, self._end_stream)
 
     def _unpack(self, request_id: int, packed: Any) -> Any:
         if isinstance(packed, bytes):
@@ -297,7 +306,19 @@ class Tenant:
         if value is not None:
             value.finish()
 
+    def _note_reads(self, counts: dict[int, int]) -> None:
+        """Count the chunks that were read: a stream that is paused may go on."""
+        for request_id, count in counts.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.caller.note_read(count)
+
     # Answers.
+
+    def _end_stream(self, request_id: int, error: BaseException | None) -> None:
+        """Send the end of a stream, behind its chunks."""
+        self._requests.pop(request_id, None)
+        self._chunks.end(request_id, error)
 
     def answer(self, request_id: int, outcome: Any) -> None:
         """Send an outcome with the others of this turn of the loop."""

@@ -342,6 +342,11 @@ class LocalSession(Session):
         self._rejected = 0
         self._set_scaling()
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the requests are streams."""
+        return self._is_stepped
+
     # Requests: from the caller to the queue.
 
     def accept(self, request: Request) -> None:

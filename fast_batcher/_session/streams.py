@@ -22,33 +22,67 @@ ChunkT = TypeVar("ChunkT")
 MOST_BUFFERED = 1024
 
 
-class ChunkQueue:
+class ChunkSink:
+    """The receiver of the chunks of one stream; counts those that its reader has not read."""
+
+    def __init__(self, most: int = MOST_BUFFERED) -> None:
+        self._most = most
+        self._unread = 0
+        # Called when chunks are read while the stream is paused, with True to resume it; None
+        # unless it is paused.
+        self._on_read: Callable[[bool], None] | None = None
+
+    def put(self, chunk: Any) -> bool:
+        """Add a chunk; return whether the stream is to pause."""
+        self._unread += 1
+        self._add(chunk)
+        return self._unread >= self._most and self._on_read is None
+
+    def _add(self, chunk: Any) -> None:
+        raise NotImplementedError
+
+    def pause(self, on_read: Callable[[bool], None]) -> None:
+        """Note that the stream is paused until half of the chunks were read."""
+        self._on_read = on_read
+
+    def watch(self, on_read: Callable[[bool], None]) -> None:
+        """Report each chunk that is read: a host counts them, and pauses the stream."""
+        self._most, self._on_read = -1, on_read
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the stream waits for its reader."""
+        return self._on_read is not None
+
+    def note_read(self, count: int) -> None:
+        """Note that chunks were read."""
+        self._unread -= count
+        on_read = self._on_read
+        if on_read is not None:
+            resumes = self._unread <= self._most // 2
+            if resumes:
+                self._on_read = None
+            on_read(resumes)
+
+
+class ChunkQueue(ChunkSink):
     """The chunks of one stream that have come and are not read, and its outcome."""
 
     def __init__(self, loop: AbstractEventLoop, most: int = MOST_BUFFERED) -> None:
+        super().__init__(most)
         self._loop = loop
-        self._most = most
         self.chunks: deque[Any] = deque()
         # Set once no further chunk comes; the error is raised behind the chunks.
         self.is_over = False
         self.error: BaseException | None = None
         # The future of the reader, while it waits.
         self._waiter: Future[None] | None = None
-        # Called for each chunk that is read while the stream is paused, with True to resume it;
-        # None unless it is paused.
-        self._on_read: Callable[[bool], None] | None = None
 
     # The session's side.
 
-    def put(self, chunk: Any) -> bool:
-        """Add a chunk; return whether the stream is to pause."""
+    def _add(self, chunk: Any) -> None:
         self.chunks.append(chunk)
         self._wake()
-        return len(self.chunks) >= self._most and self._on_read is None
-
-    def pause(self, on_read: Callable[[bool], None]) -> None:
-        """Note that the stream is paused until half of the chunks were read."""
-        self._on_read = on_read
 
     def set_result(self, _: object) -> None:
         """End the stream."""
@@ -73,11 +107,6 @@ class ChunkQueue:
     # The reader's side.
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the stream waits for its reader."""
-        return self._on_read is not None
-
-    @property
     def is_awaited(self) -> bool:
         """Whether the reader waits for a chunk."""
         return self._waiter is not None
@@ -90,12 +119,7 @@ class ChunkQueue:
     def take(self) -> Any:
         """Remove and return the next chunk."""
         chunk = self.chunks.popleft()
-        on_read = self._on_read
-        if on_read is not None:
-            resumes = len(self.chunks) <= self._most // 2
-            if resumes:
-                self._on_read = None
-            on_read(resumes)
+        self.note_read(1)
         return chunk
 
     def leave(self) -> None:
@@ -205,7 +229,7 @@ def give_chunks(
         queue = request.caller
         if outcome.__class__ is Failure:
             failed.append((request, outcome.error))
-        elif queue.__class__ is ChunkQueue:
+        elif isinstance(queue, ChunkSink):
             request.has_chunks = True
             # The batch keeps its earlier deadline, at which the scheduler looks at the request's.
             request.deadline = deadline_of(request)

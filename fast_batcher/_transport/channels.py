@@ -126,6 +126,7 @@ class HostKind:
     ANSWERS = 33  # outputs that are all in `pickling.ATOMS`
     ITEM_ANSWERS = 34  # outputs pickled separately, and errors
     MESSAGE = 35  # one pickled object, whose type tells what it is
+    CHUNKS = 36  # chunks pickled separately, and streams that have ended
 
 
 KIND_NAMES: Final[dict[int, str]] = {

@@ -1,0 +1,162 @@
+"""Streams of a shared batcher: chunks on their way from the host to an API process.
+
+    host          give_chunks --put--> HostStream --> ChunkOutbox --CHUNKS--> API process
+    API process   RemoteStreams --put--> ChunkQueue --read--> Stream --StreamsRead--> host
+
+The chunks that a process gets in one turn of the host's event loop are one frame. The host counts
+the chunks that were not read, and pauses a stream, as a session does in a process of its own.
+"""
+
+import functools
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+from fast_batcher._core.host import OpenCalls
+from fast_batcher._core.values import Failure, Request
+from fast_batcher._host.protocol import (
+    FRAME_SIZE,
+    measure_packed,
+    pack_outcome,
+    unpack_failure,
+)
+from fast_batcher._parent.sending import decode
+from fast_batcher._session.streams import ChunkQueue, ChunkSink
+from fast_batcher._transport.channels import HostKind
+from fast_batcher._transport.pickling import dumps
+
+
+class ChunkOutbox:
+    """Sends an API process the chunks of a turn of the loop together. Host process."""
+
+    def __init__(
+        self,
+        loop: AbstractEventLoop,
+        send: Callable[[int, bytes], None],
+        find_room: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._loop = loop
+        self._send = send
+        self._find_room = find_room
+        self._is_scheduled = False
+        self._ids: list[int] = []
+        self._chunks: list[Any] = []
+        self._ended: list[tuple[int, Any]] = []
+
+    def put(self, request_id: int, chunk: Any) -> None:
+        """Add a chunk."""
+        self._ids.append(request_id)
+        self._chunks.append(pack_outcome(chunk))
+        self._flush_soon()
+
+    def end(self, request_id: int, error: BaseException | None) -> None:
+        """Add the end of a stream, behind its chunks."""
+        self._ended.append((request_id, None if error is None else pack_outcome(error)))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._flush, context=Context())
+
+    def _flush(self) -> None:
+        """Send frames that are not longer than necessary."""
+        self._is_scheduled = False
+        room = self._find_room()
+        ids, chunks, ended = self._ids, self._chunks, self._ended
+        self._ids, self._chunks, self._ended = [], [], []
+        begin = size = 0
+        for position, chunk in enumerate(chunks, 1):
+            size += measure_packed(chunk)
+            if size >= FRAME_SIZE:
+                part = ids[begin:position], chunks[begin:position]
+                self._send(HostKind.CHUNKS, dumps((*part, [], room)))
+                begin, size = position, 0
+        if ended or begin < len(chunks):
+            self._send(HostKind.CHUNKS, dumps((ids[begin:], chunks[begin:], ended, room)))
+
+
+class HostStream(ChunkSink):
+    """The caller of a stream in an API process, in the host."""
+
+    def __init__(self, request_id: int, give: Callable[[int, Any], None], end: Any) -> None:
+        super().__init__()
+        self._give = functools.partial(give, request_id)
+        self._end = functools.partial(end, request_id)
+
+    def _add(self, chunk: Any) -> None:
+        self._give(chunk)
+
+    def set_result(self, _: object) -> None:
+        """Send the end of the stream."""
+        self._end(None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Send the end of the stream, with an error."""
+        self._end(error)
+
+
+class WholeAnswer:
+    """The caller of a whole answer in an API process, in the host: its chunks are sent at once."""
+
+    def __init__(self, request_id: int, give: Callable[[int, Any], None], end: Any) -> None:
+        self._give = functools.partial(give, request_id)
+        self.set_exception = self._end = functools.partial(end, request_id)
+
+    def set_result(self, chunks: list[Any]) -> None:
+        """Send the chunks, and the end."""
+        for chunk in chunks:
+            self._give(chunk)
+        self._end(None)
+
+
+class RemoteStreams:
+    """The streams of an API process whose worker is in the host."""
+
+    def __init__(self, calls: OpenCalls, on_read: Callable[[], None]) -> None:
+        self._calls = calls
+        self._on_read = on_read
+        # Chunks of whole answers, by request.
+        self._whole: dict[Request, list[Any]] = {}
+        # Chunks that were read since the last `StreamsRead`, by the request's id.
+        self._reads: dict[int, int] = {}
+
+    def put(self, request: Request, packed: Any) -> Failure | None:
+        """Give a request its next chunk; return the failure of one that cannot be unpickled."""
+        chunk = decode(packed)
+        if chunk.__class__ is Failure:
+            failure: Failure = chunk
+            return failure
+        queue = request.caller
+        if queue.__class__ is not ChunkQueue:
+            self._whole.setdefault(request, []).append(chunk)
+            return None
+        if not request.has_chunks:
+            request.has_chunks = True
+            self._calls.begin_stream(request)
+            queue.watch(functools.partial(self._note_read, request.id))
+        queue.put(chunk)
+        return None
+
+    def end(self, request: Request, packed: Any) -> Failure | None:
+        """End a settled request; return its failure, if it has one."""
+        chunks = self._whole.pop(request, [])
+        if packed is not None:
+            return unpack_failure(packed)
+        request.caller.set_result(chunks)
+        return None
+
+    def _note_read(self, request_id: int, _: bool) -> None:
+        self._reads[request_id] = self._reads.get(request_id, 0) + 1
+        self._on_read()
+
+    def take_reads(self) -> dict[int, int]:
+        """Return the numbers of chunks that were read, and begin anew."""
+        reads, self._reads = self._reads, {}
+        return reads
+
+    def drop(self, request: Request) -> None:
+        """Drop what has come for a request that ends otherwise, or begins again."""
+        self._whole.pop(request, None)
+        self._reads.pop(request.id, None)
