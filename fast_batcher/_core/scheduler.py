@@ -126,6 +126,14 @@ class Retries:
         self._put_first([waiting[:middle], waiting[middle:]], until)
         return []
 
+    def after_eviction(self, batch: Batch) -> list[Request]:
+        """Let a stream begin again that has left its worker, or return it: it fails."""
+        (request,) = batch.requests
+        if request.has_chunks or not self._idempotent:
+            return [request]
+        self._put_first([[request]], inf)
+        return []
+
     def take(self, methods: Methods) -> RetryGroup | None:
         """Remove and return the next batch of one group, None if there are none."""
         while self.groups:
@@ -679,6 +687,14 @@ class Scheduler:
         if not failed:
             self._next_expiry = min(self._next_expiry, batch.deadline)
         return failed
+
+    def stream_evicted(self, batch: Batch) -> list[Request]:
+        """Let a stream begin again that has made room for others; return it if it fails instead.
+
+        Called after `batch_done`. The shell settles the returned request.
+        """
+        self._next_expiry = min(self._next_expiry, batch.deadline)
+        return self._retries.after_eviction(batch)
 
     def give_up(self) -> list[Request]:
         """Settle and return every waiting request; running batches are not affected."""

@@ -106,8 +106,9 @@ class Limits:
     # it. See `most_batches`.
     batches_per_worker: int = BATCHES_PER_WORKER
     # Whether the model answers in steps: a worker then computes all of its batches, each of which
-    # is one stream, at the same time.
+    # is one stream, at the same time. And most that its streams cost together.
     is_stepped: bool = False
+    most_stream_cost: float = inf
 
 
 def most_streams(size: int) -> int:
@@ -157,6 +158,7 @@ class Order(IntEnum):
     STOP = 5  # finish what has arrived, then end
     PING = 6
     # The orders below name a stream, which is the batch with this id.
+    COST = 11  # its cost; the stream comes next
     LEAVE = 12  # no caller waits for it any more: it is skipped, unless it has ended
     PAUSE = 13  # its caller does not keep up: leave it out of the steps
     RESUME = 14  # its caller has read
@@ -169,6 +171,7 @@ class Failed(IntEnum):
     RAISED = 24  # `infer` raised
     OUT_OF_MEMORY = 25  # `infer` ran out of memory
     FATAL = 26  # `infer` raised, and the process cannot use its device any more
+    EVICTED = 29  # a stream has made room for older ones, and may begin again
 
 
 class Failure(NamedTuple):
@@ -180,8 +183,9 @@ class Failure(NamedTuple):
     error: BatcherError
 
 
-# Batch ids after a step of a `SteppedModel`: streams that get a chunk, and streams that have ended.
-Step = tuple[list[int], list[int]]
+# Batch ids after a step of a `SteppedModel`: streams that get a chunk, streams that have ended, and
+# the new costs of streams.
+Step = tuple[list[int], list[int], dict[int, float]]
 
 
 class Group:

@@ -39,7 +39,7 @@ from fast_batcher.settings import (
 NAMES = [
     *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
     *("CollationError", "ConfigurationError", "DeadlineExceededError", "Done", "DynBatcher"),
-    *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "InputError"),
+    *("DynamicBatchIndexError", "Grow", "InferenceError", "InferenceModel", "InputError"),
     "NotReadyError",
     *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
     *("RequestTooLargeError", "SlowReaderError", "SteppedModel", "Stream", "StreamedModel"),
