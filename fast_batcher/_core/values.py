@@ -106,8 +106,9 @@ class Limits:
     # it. See `most_batches`.
     batches_per_worker: int = BATCHES_PER_WORKER
     # Whether the model answers in steps: a worker then computes all of its batches, each of which
-    # is one stream, at the same time. And most that its streams cost together.
+    # is one stream, at the same time. Most streams that run, and most that they cost together.
     is_stepped: bool = False
+    places: int = 1
     most_stream_cost: float = inf
 
 
@@ -328,7 +329,8 @@ class Batch:
     # Earliest deadline, and number, of the requests whose caller still waits.
     deadline: float
     open_count: int
-    # When it was given to its worker, and, once it is answered, when the worker began with it.
+    # When it was given to its worker, and, once it is answered, when the worker began with it. With
+    # a stream that has waited there for a place, when it got one.
     sent_at: float
     began_at: float = 0.0
     # Seconds in the model, as the worker has measured them.

@@ -154,12 +154,12 @@ class WorkerTable:
             count = len(slot.batches)
             is_available = not (slot.is_stalled or slot.is_retired)
             if is_available and count < below and count < slot.most_batches:
-                if count and (slot.is_on_trial or (self._has_costs and self._is_full(slot))):
+                if count and (slot.is_on_trial or (self._has_costs and self.is_full(slot))):
                     continue
                 found, below = slot, count
         return found
 
-    def _is_full(self, slot: WorkerSlot) -> bool:
+    def is_full(self, slot: WorkerSlot) -> bool:
         """Return whether the streams of a worker cost the most; the youngest may wait there."""
         return sum([batch.requests[0].cost for batch in slot.batches]) >= self._most_cost
 

@@ -945,5 +945,6 @@ def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
         isolate_errors=settings.isolate_errors,
         batches_per_worker=batches,
         is_stepped=is_stepped,
+        places=settings.batch_limit,
         most_stream_cost=or_infinite(settings.max_batch_cost),
     )

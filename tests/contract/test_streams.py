@@ -283,8 +283,25 @@ async def test_errors_before_the_first_chunk_come_from_the_call() -> None:
         assert [chunk async for chunk in await tasks[0]] == ["p:1"]
     with pytest.raises(ConfigurationError, match="SteppedModel"):
         await DynBatcher(Slow).stream(1)
-    with pytest.raises(ConfigurationError, match="max_latency"):
-        DynBatcher(Counter, max_latency=1.0)
+
+
+@one_loop
+@every_worker
+async def test_a_stream_that_would_wait_too_long_for_a_place_is_rejected(workers: Any) -> None:
+    options: dict[str, Any] = {"max_batch_size": 1, "model_args": (0.1,), "max_latency": 0.001}
+    async with DynBatcher(Counter, workers=workers, **options) as batcher:
+        assert len(await read(batcher, Plan("known", 30))) == 30
+        stream = await batcher.stream(Plan("long", ENDLESS))
+        with pytest.raises(DeadlineExceededError, match="the first chunk would take") as caught:
+            await batcher.stream(Plan("late", 1))
+        assert caught.value.retry_after is not None
+        assert caught.value.retry_after > 0
+        batcher.reconfigure(max_latency=LIMIT)
+        waiting = asyncio.create_task(read(batcher, Plan("in time", 1)))
+        await until(lambda: batcher.stats.submitted == 3)
+        await stream.aclose()
+        assert await waiting == ["in time:1"]
+        assert_balance(batcher)
 
 
 def names(chunks: list[Any]) -> list[Any]:
@@ -629,7 +646,6 @@ OPTIONS_OF_BATCHES: list[dict[str, Any]] = [
     {"group_by": len},
     {"isolate_errors": False},
     {"max_delay": 0.1},
-    {"max_latency": 1.0},
     {"num_workers": (1, 2)},
     {"policy": "greedy"},
     {"shared": True},
@@ -642,7 +658,7 @@ def test_options_that_mean_nothing_for_streams_are_refused(option: dict[str, Any
         DynBatcher(Counter, **option)
 
 
-@pytest.mark.parametrize("change", [{"max_batch_size": 8}, {"max_latency": 1.0}], ids=str)
+@pytest.mark.parametrize("change", [{"max_batch_size": 8}, {"num_workers": (1, 2)}], ids=str)
 def test_changes_that_mean_nothing_for_streams_are_refused(change: Any) -> None:
     batcher = DynBatcher(Counter)
     with pytest.raises(ConfigurationError, match="SteppedModel"):

@@ -27,12 +27,16 @@ def make_scheduler(
     timeout: float | None = None,
     infer_timeout: float | None = None,
     most_cost: float = inf,
+    max_latency: float | None = None,
+    max_queue_size: int = 1000,
 ) -> Scheduler:
     return Scheduler(
         make_policy("greedy", None),
         Limits(
             max_batch_size=1,
-            max_queue_size=1000,
+            max_queue_size=max_queue_size,
+            max_latency=max_latency,
+            places=PLACES,
             timeout=timeout,
             infer_timeout=infer_timeout,
             batches_per_worker=most_streams(PLACES),
@@ -226,6 +230,40 @@ def test_an_evicted_stream_begins_again_before_the_queue_unless_it_has_chunks() 
     values = [batch.requests[0].value for batch in dispatched(scheduler, 1.0)]
     assert values == [0, 5, 6]
     assert scheduler.next_expiry == 10.0
+
+
+def test_streams_without_a_place_in_time_are_rejected() -> None:
+    scheduler = make_scheduler(max_latency=10.0)
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, PLACES)
+    for batch in dispatched(scheduler):
+        assert scheduler.batch_done(8.0, 1, batch.id) is batch
+    requests = [Request(number, None) for number in range(9)]
+    requests[8].priority = 1
+    rejected = scheduler.submit(10.0, requests)
+    # Places are free at 10, for four of them, and at 18; the next ones at 26.
+    assert rejected[0][1].to_error().args == (
+        "the first chunk would take 16 seconds, and 10 are left; 8 requests wait already",
+    )
+    assert [(late.value, why.retry_after) for late, why in rejected] == [(8, 6.0)]
+    assert len(dispatched(scheduler, 10.0)) == most_streams(PLACES)
+    # The queue has three; higher priorities overtake them.
+    urgent = [Request(9, None), Request(10, None)]
+    urgent[0].priority = 1
+    assert [late.value for late, _ in scheduler.submit(10.0, urgent)] == [10]
+
+
+def test_a_full_queue_tells_when_a_place_will_be_free() -> None:
+    scheduler = make_scheduler(max_queue_size=9)
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, 1)
+    (batch,) = dispatched(scheduler)
+    full = [Request(number, None) for number in range(10)]
+    assert scheduler.submit(1.0, full)[0][1].retry_after is None
+    assert scheduler.batch_done(8.0, 1, batch.id) is batch
+    assert len(dispatched(scheduler, 8.0)) == most_streams(PLACES)
+    full = [Request(number, None) for number in range(9)]
+    assert [why.retry_after for _, why in scheduler.submit(9.0, full)] == [7.0] * 4
 
 
 class Driver:
