@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fast_batcher._session.streams import Stream
     from fast_batcher.batcher import DynBatcher
     from fast_batcher.dynamic import dynamically
-    from fast_batcher.stepped import Done, SteppedModel, StreamedModel
+    from fast_batcher.stepped import Done, Grow, SteppedModel, StreamedModel
 
 __all__ = [
     "BatcherClosedError",
@@ -52,6 +52,7 @@ __all__ = [
     "Done",
     "DynBatcher",
     "DynamicBatchIndexError",
+    "Grow",
     "InferenceError",
     "InferenceModel",
     "InputError",
@@ -81,6 +82,7 @@ __all__ = [
 _LAZY = {
     "Done": "fast_batcher.stepped",
     "DynBatcher": "fast_batcher.batcher",
+    "Grow": "fast_batcher.stepped",
     "SteppedModel": "fast_batcher.stepped",
     "Stream": "fast_batcher._session.streams",
     "StreamedModel": "fast_batcher.stepped",

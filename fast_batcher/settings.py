@@ -636,8 +636,7 @@ class SettingValue(NamedTuple):
 _NOT_FOR_STREAMS = {
     "max_delay": "a stream joins at the next step, and nothing is held",
     "policy": "a stream joins at the next step, and nothing is held",
-    "max_latency": "the length of a stream is not known; give timeout=, for each chunk",
-    "cost": "a step computes all streams; give a smaller max_batch_size=",
+    "cost_is_padded": "the cost of a step is the sum of the costs of its streams",
     "group_by": "a step computes all streams; use a batcher for each group",
     "cache": "chunks are not cached; keep the result of process_batched in the app",
     "isolate_errors": "the model says which stream fails: step returns an exception for it",

@@ -1,4 +1,4 @@
-"""`SteppedModel`, the base class of models that answer in steps, and `Done`. Every process.
+"""`SteppedModel`, the base class of models that answer in steps; `Done` and `Grow`. Every process.
 
 A stepped model gives each request a *stream* of chunks. Requests join and leave between two steps,
 so that none waits for the longest of a batch. `_worker/steps.py` calls the model.
@@ -7,7 +7,8 @@ so that none waits for the longest of a batch. `_worker/steps.py` calls the mode
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from math import inf
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher.errors import is_kind
@@ -29,11 +30,42 @@ class Done(Generic[ChunkT]):
         return f"Done({self.chunk!r:.100})"
 
 
+class Grow(Generic[ChunkT]):
+    """The cost of a stream from its next step on, as `step` returns it, and its next chunk.
+
+    With `max_batch_cost` the worker keeps the sum of the costs of its streams below that limit. It
+    computes the next step of a stream only with a cost that fits. If one does not fit:
+
+    - The youngest stream makes room, as long as it has no chunk: it leaves, and begins again when
+      another stream has ended. With `idempotent=False` no stream begins again.
+    - Then the stream that grows is left out of the steps, until others have ended.
+    - If all streams are left out, the oldest grows beyond the limit, so that one always runs.
+
+    Args:
+        cost: The cost, which may also be lower than before.
+        chunk: The next chunk, None for no chunk in this step.
+    """
+
+    __slots__ = ("chunk", "cost")
+
+    def __init__(self, cost: float, chunk: ChunkT | None = None) -> None:
+        if not 0 <= cost < inf:
+            raise ValueError(f"Grow({cost!r:.100}): the cost must be a number from 0 on")
+        self.cost: float = cost
+        self.chunk: ChunkT | None = chunk
+
+
+# What `step` may return for a stream.
+StepOutcome: TypeAlias = ChunkT | Done[ChunkT] | Grow[ChunkT] | Exception | None
+
+
 def read_outcome(outcome: Any) -> tuple[Any, bool]:
     """Return the chunk of what `step` returned for a stream, and whether the stream ends with it.
 
     The chunk is None for no chunk, and an exception instance for a stream that has failed.
     """
+    if issubclass(type(outcome), Grow):
+        outcome = outcome.chunk
     if issubclass(type(outcome), Done):
         return outcome.chunk, True
     if outcome is Done:
@@ -65,7 +97,7 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
         """
 
     @abstractmethod
-    def step(self, states: list[Any]) -> Sequence[ChunkT | Done[ChunkT] | Exception | None] | Rows:
+    def step(self, states: list[Any]) -> Sequence[StepOutcome[ChunkT]] | Rows:
         """Compute one step of all running streams.
 
         Args:
@@ -73,11 +105,14 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
                 have left and streams whose callers do not keep up with their chunks.
 
         Returns:
-            For each state its next chunk; None for no chunk in this step; `Done` at the end. An
-            exception instance fails that stream alone.
+            For each state its next chunk; None for no chunk in this step; `Done` at the end; `Grow`
+            with a new cost. An exception instance fails that stream alone.
 
         Raises:
-            Exception: All streams of this step fail with it, because their states are unknown.
+            Exception: All streams of this step fail with it, because their states are unknown. If
+                it says that memory has run out, only the youngest stream ends, and the others take
+                the step again: their states must be as they were before the step. The youngest
+                begins again, unless it has chunks, runs alone, or the batcher is not `idempotent`.
         """
 
     def leave(self, states: list[Any]) -> None:
@@ -147,9 +182,7 @@ class StreamedModel(SteppedModel[InputT, ChunkT]):
     joins_running = False
 
     @abstractmethod
-    def infer_stream(
-        self, inputs: list[InputT]
-    ) -> Iterator[Sequence[ChunkT | Done[ChunkT] | Exception | None] | Rows]:
+    def infer_stream(self, inputs: list[InputT]) -> Iterator[Sequence[StepOutcome[ChunkT]] | Rows]:
         """Yield, for each step of one batch, what `step` returns for all of its inputs.
 
         What it yields for a stream that is done is ignored. The streams that are left are done when
@@ -167,9 +200,7 @@ class StreamedModel(SteppedModel[InputT, ChunkT]):
         batch = _StreamedBatch(parts, len(inputs))
         return [(batch, position) for position in range(len(inputs))]
 
-    def step(
-        self, states: list[tuple[_StreamedBatch, int]]
-    ) -> Sequence[ChunkT | Done[ChunkT] | Exception | None]:
+    def step(self, states: list[tuple[_StreamedBatch, int]]) -> Sequence[StepOutcome[ChunkT]]:
         """Take the next part of the batch."""
         batch = states[0][0]
         queues = [batch.waiting[position] for _, position in states]

@@ -27,6 +27,7 @@ from fast_batcher._core.prediction import (
     Methods,
 )
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
+from fast_batcher._core.stream_times import StreamTimes
 from fast_batcher._core.values import (
     QUEUED,
     RELEASE_FULL,
@@ -126,6 +127,14 @@ class Retries:
         self._put_first([waiting[:middle], waiting[middle:]], until)
         return []
 
+    def after_eviction(self, batch: Batch) -> list[Request]:
+        """Let a stream begin again that has left its worker, or return it: it fails."""
+        (request,) = batch.requests
+        if request.has_chunks or not self._idempotent:
+            return [request]
+        self._put_first([[request]], inf)
+        return []
+
     def take(self, methods: Methods) -> RetryGroup | None:
         """Remove and return the next batch of one group, None if there are none."""
         while self.groups:
@@ -172,7 +181,9 @@ class Admission:
         workers: WorkerTable,
         retries: Retries,
         measure_size: Callable[[Any], int] | None,
+        stream_times: StreamTimes,
     ) -> None:
+        self._stream_times = stream_times
         self._times = times
         self._workers = workers
         self._retries = retries
@@ -256,13 +267,18 @@ class Admission:
             text = f"no room for its bytes: {waiting} ({limit})"
         else:
             text = f"{waiting} (max_queue_size={self._limits.max_queue_size})"
-        drained = self._times.seconds_until_drained(self.backlog(now, queue))
+        if self._limits.is_stepped:
+            drained = self._stream_times.predict(now)(0) or None
+        else:
+            drained = self._times.seconds_until_drained(self.backlog(now, queue))
         return Rejection(QueueFullError, text, drained)
 
     def _reject_late(
         self, now: float, requests: list[Request], queue: RankedQueue
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Set the targets of arrivals, and reject the arrivals that would miss theirs."""
+        if self._limits.is_stepped:
+            return self._reject_without_place(now, requests, queue)
         if not self._set_targets(now, requests):
             return requests, []
         self._times.is_wanted = True
@@ -289,18 +305,30 @@ class Admission:
                 accepted.append(request)
             else:
                 ahead = backlog.requests + len(accepted)
-                reason = (
-                    f"the answer would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are "
-                    f"left; {ahead} requests wait already"
-                )
-                rejection = Rejection(DeadlineExceededError, reason, max(0.0, seconds - left))
-                rejected.append((request, rejection))
+                rejected.append((request, _rejection_of_late_arrival(ahead, seconds, left)))
+        return accepted, rejected
+
+    def _reject_without_place(
+        self, now: float, requests: list[Request], queue: RankedQueue
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
+        """Reject the streams that would have no place within `max_latency`."""
+        accepted: list[Request] = []
+        rejected: list[tuple[Request, Rejection]] = []
+        if self._max_latency == inf:
+            return requests, rejected
+        predict = self._stream_times.predict(now)
+        for request in requests:
+            ahead = queue.ahead_of(request.priority).requests + len(accepted)
+            seconds = predict(ahead)
+            if seconds <= self._max_latency:
+                accepted.append(request)
+            else:
+                late = _rejection_of_late_arrival(ahead, seconds, self._max_latency, "first chunk")
+                rejected.append((request, late))
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
         """Set the targets of arrivals; return whether any request was given one."""
-        if self._limits.is_stepped:  # nothing is predicted: how long streams are is not known
-            return False
         latest = now + self._max_latency
         has_set = latest != inf
         for request in requests:
@@ -320,6 +348,17 @@ class Admission:
             f"{backlog.requests} requests wait",
             self._times.seconds_until_drained(backlog),
         )
+
+
+def _rejection_of_late_arrival(
+    ahead: int, seconds: float, left: float, what: str = "answer"
+) -> Rejection:
+    return Rejection(
+        DeadlineExceededError,
+        f"the {what} would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are left; "
+        f"{ahead} requests wait already",
+        max(0.0, seconds - left),
+    )
 
 
 class DeadlineBatches:
@@ -457,7 +496,9 @@ class Scheduler:
         self._times = BatchTimes(self._methods, packer)
         # The seconds of batches by their size, as far as they were learned.
         self.service = self._times.by_size
-        self._admission = Admission(limits, self._times, self.workers, self._retries, measure_size)
+        self._stream_times = StreamTimes(self.workers, limits.places)
+        parts = self._times, self.workers, self._retries, measure_size, self._stream_times
+        self._admission = Admission(limits, *parts)
         self._deadline_batches = DeadlineBatches(self._times, self._methods)
         self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_request_id = self._next_batch_id = 0
@@ -640,6 +681,8 @@ class Scheduler:
         slot = self.workers.slots[worker]
         is_usual = slot.has_answered and batch.release is not RELEASE_RETRY
         seconds = now - slot.started_at if is_usual else None
+        if self._is_stepped:
+            self._stream_times.stream_leaves(now, slot, batch)
         batch.began_at = slot.started_at
         self.workers.take_back(now, batch)
         if not (has_raised or self._is_stepped):
@@ -675,6 +718,14 @@ class Scheduler:
         if not failed:
             self._next_expiry = min(self._next_expiry, batch.deadline)
         return failed
+
+    def stream_evicted(self, batch: Batch) -> list[Request]:
+        """Let a stream begin again that has made room for others; return it if it fails instead.
+
+        Called after `batch_done`. The shell settles the returned request.
+        """
+        self._next_expiry = min(self._next_expiry, batch.deadline)
+        return self._retries.after_eviction(batch)
 
     def give_up(self) -> list[Request]:
         """Settle and return every waiting request; running batches are not affected."""

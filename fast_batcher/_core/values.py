@@ -106,8 +106,10 @@ class Limits:
     # it. See `most_batches`.
     batches_per_worker: int = BATCHES_PER_WORKER
     # Whether the model answers in steps: a worker then computes all of its batches, each of which
-    # is one stream, at the same time.
+    # is one stream, at the same time. Most streams that run, and most that they cost together.
     is_stepped: bool = False
+    places: int = 1
+    most_stream_cost: float = inf
 
 
 def most_streams(size: int) -> int:
@@ -157,6 +159,7 @@ class Order(IntEnum):
     STOP = 5  # finish what has arrived, then end
     PING = 6
     # The orders below name a stream, which is the batch with this id.
+    COST = 11  # its cost; the stream comes next
     LEAVE = 12  # no caller waits for it any more: it is skipped, unless it has ended
     PAUSE = 13  # its caller does not keep up: leave it out of the steps
     RESUME = 14  # its caller has read
@@ -169,6 +172,7 @@ class Failed(IntEnum):
     RAISED = 24  # `infer` raised
     OUT_OF_MEMORY = 25  # `infer` ran out of memory
     FATAL = 26  # `infer` raised, and the process cannot use its device any more
+    EVICTED = 29  # a stream has made room for older ones, and may begin again
 
 
 class Failure(NamedTuple):
@@ -180,8 +184,9 @@ class Failure(NamedTuple):
     error: BatcherError
 
 
-# Batch ids after a step of a `SteppedModel`: streams that get a chunk, and streams that have ended.
-Step = tuple[list[int], list[int]]
+# Batch ids after a step of a `SteppedModel`: streams that get a chunk, streams that have ended, and
+# the new costs of streams.
+Step = tuple[list[int], list[int], dict[int, float]]
 
 
 class Group:
@@ -324,7 +329,8 @@ class Batch:
     # Earliest deadline, and number, of the requests whose caller still waits.
     deadline: float
     open_count: int
-    # When it was given to its worker, and, once it is answered, when the worker began with it.
+    # When it was given to its worker, and, once it is answered, when the worker began with it. With
+    # a stream that has waited there for a place, when it got one.
     sent_at: float
     began_at: float = 0.0
     # Seconds in the model, as the worker has measured them.

@@ -4,7 +4,7 @@ Part of the scheduler. Decides which worker gets the next batch, and when a runn
 or a worker counts as stalled; worker processes are handled in `_parent/`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -72,6 +72,8 @@ class WorkerTable:
         self._infer_timeout = or_infinite(limits.infer_timeout)
         self._batches_per_worker = limits.batches_per_worker
         self._is_stepped = limits.is_stepped
+        self._most_cost = limits.most_stream_cost
+        self._has_costs = self._most_cost < inf
         # Workers, by their number.
         self.slots: dict[int, WorkerSlot] = {}
         # Batches on workers, by id.
@@ -152,10 +154,14 @@ class WorkerTable:
             count = len(slot.batches)
             is_available = not (slot.is_stalled or slot.is_retired)
             if is_available and count < below and count < slot.most_batches:
-                if count and slot.is_on_trial:
+                if count and (slot.is_on_trial or (self._has_costs and self.is_full(slot))):
                     continue
                 found, below = slot, count
         return found
+
+    def is_full(self, slot: WorkerSlot) -> bool:
+        """Return whether the streams of a worker cost the most; the youngest may wait there."""
+        return sum([batch.requests[0].cost for batch in slot.batches]) >= self._most_cost
 
     def find_for_retry(self) -> WorkerSlot | None:
         """Return the worker for a batch that is tried again, or None: an idle one.
@@ -243,6 +249,13 @@ class WorkerTable:
             slot.started_at, slot.is_stalled = now, False
         for batch in streams:
             batch.has_stepped = True
+
+    def note_costs(self, worker: int, costs: Mapping[int, float]) -> None:
+        """Record new costs of streams by batch id; a stream that begins again keeps its cost."""
+        for batch_id, cost in costs.items():
+            batch = self.find(worker, batch_id)
+            if batch is not None:
+                batch.requests[0].cost = cost
 
     def pause(self, batch: Batch) -> None:
         """Record that a stream is left out of the steps, because its caller does not read."""

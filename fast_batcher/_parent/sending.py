@@ -450,7 +450,7 @@ class FrameWorker(WorkerHandle):
         # answers one batch at a time.
         self._fragments: list[Any] = []
         # STEP, until the chunks of the step come.
-        self._step: tuple[Step, int] = ([], []), Kind.OUTPUT_ATOMS
+        self._step: tuple[Step, int] = ([], [], {}), Kind.OUTPUT_ATOMS
 
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
@@ -470,9 +470,9 @@ class FrameWorker(WorkerHandle):
         """Send a batch."""
         self._sender.send(self, batch, contexts)
 
-    def order(self, order: Order, batch_id: int = 0) -> None:
+    def order(self, order: Order, batch_id: int = 0, value: float = 0.0) -> None:
         """Send an order."""
-        self.send(order, batch_id, b"")
+        self.send(order, batch_id, b"%r" % value if value else b"")
 
     # Frames from the worker.
 

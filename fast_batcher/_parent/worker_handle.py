@@ -267,6 +267,8 @@ class WorkerHandle(ABC):
             self.index,
             settings.stage_threads or threads,
             is_stepped=self.model_spec.is_stepped,
+            max_batch_cost=settings.max_batch_cost,
+            idempotent=settings.idempotent,
         )
 
     # Batches and orders; those to a dead worker are dropped.
@@ -276,7 +278,7 @@ class WorkerHandle(ABC):
         """Let the worker compute a batch, in the pickled contexts of observers that follow it."""
 
     @abstractmethod
-    def order(self, order: Order, batch_id: int = 0) -> None:
+    def order(self, order: Order, batch_id: int = 0, value: float = 0.0) -> None:
         """Give the worker an order, behind the batches that it has."""
 
     def skip(self, batch_id: int) -> None:

@@ -112,9 +112,9 @@ class ThreadWorker(WorkerHandle):
         if job.inputs:
             self._tasks.put(job)
 
-    def order(self, order: Order, batch_id: int = 0) -> None:
+    def order(self, order: Order, batch_id: int = 0, value: float = 0.0) -> None:
         """Hand an order over to the thread."""
-        self._tasks.put(BatchJob.make_ping() if order is Order.PING else (order, batch_id))
+        self._tasks.put(BatchJob.make_ping() if order is Order.PING else (order, batch_id, value))
 
     def _skip(self, batch_id: int) -> None:
         self._progress.skip(batch_id)

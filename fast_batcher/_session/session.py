@@ -442,8 +442,10 @@ class LocalSession(Session):
 
     def _send(self, batch: Batch) -> None:
         contexts = self._observers.follow(batch, dumps) if self._active else []
-        size = len(batch.requests)
-        self.pool.workers[batch.worker].compute(batch, contexts)
+        size, worker = len(batch.requests), self.pool.workers[batch.worker]
+        if self._is_stepped and self.settings.max_batch_cost is not None:
+            worker.order(Order.COST, batch.id, batch.requests[0].cost)
+        worker.compute(batch, contexts)
         # While the worker wakes up.
         if not self._is_stepped:
             self._ledger.counters.count_batch(size, batch.release)
@@ -579,6 +581,8 @@ class LocalSession(Session):
         Those of a batch whose callers have all left are returned, too, although they are settled:
         the ledger notes the error.
         """
+        if how is Failed.EVICTED:
+            return self.scheduler.stream_evicted(batch)
         is_fatal = how is Failed.FATAL
         failed = self.scheduler.batch_raised(
             monotonic(), batch, out_of_memory=how is Failed.OUT_OF_MEMORY, is_fatal=is_fatal
@@ -604,7 +608,7 @@ class LocalSession(Session):
     def stepped(self, worker: int, step: Step, seconds: float, answer: Answer) -> None:
         """Give the requests of a step their chunks, and answer the streams that have ended."""
         scheduler, find, now = self.scheduler, self.scheduler.workers.find, monotonic()
-        heard, ended = step
+        heard, ended, grown = step
         streams = [batch for found in heard if (batch := find(worker, found)) is not None]
         finished = [batch for found in ended if (batch := find(worker, found)) is not None]
         if len(streams) < len(heard) or len(finished) < len(ended):
@@ -618,6 +622,7 @@ class LocalSession(Session):
         for batch in finished:
             scheduler.batch_done(now, worker, batch.id)
         scheduler.workers.note_step(now, worker, streams)
+        scheduler.workers.note_costs(worker, grown)
         if scheduler.is_poll_due:
             # Newcomers travel while the worker computes its next step.
             self._advance(now)
@@ -949,7 +954,7 @@ def make_scheduler(
     settings: Settings, methods: Sequence[Method], policy: Policy, *, is_stepped: bool
 ) -> Scheduler:
     packer = None
-    if settings.cost is not None:
+    if settings.cost is not None and not is_stepped:
         make_packer = PaddedPacker if settings.cost_is_padded else SummedPacker
         packer = make_packer(settings.max_batch_cost)
     return Scheduler(
@@ -978,4 +983,6 @@ def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
         isolate_errors=settings.isolate_errors,
         batches_per_worker=batches,
         is_stepped=is_stepped,
+        places=settings.batch_limit,
+        most_stream_cost=or_infinite(settings.max_batch_cost),
     )

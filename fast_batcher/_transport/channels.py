@@ -90,7 +90,8 @@ class Kind:
     INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `pickling.ATOMS`
     INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
     INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
-    STOP, PING, LEAVE, PAUSE, RESUME = Order  # without a body; PING is answered with PONG
+    # Without a body, or with a number as a text. PING is answered with PONG.
+    STOP, PING, COST, LEAVE, PAUSE, RESUME = Order
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     STAGED_INPUTS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
     # The pickled list of pickled context managers of the observers that follow batches; the batch
@@ -112,7 +113,7 @@ class Kind:
     STEP = 30
     CHUNKS = 31  # the chunks of a step, as an answer of that kind
     # Each of these is one pickled SerializedError, for every request of the batch.
-    FAILED, RAISED, OUT_OF_MEMORY, FATAL = Failed
+    FAILED, RAISED, OUT_OF_MEMORY, FATAL, EVICTED = Failed
     SKIPPED = 28  # the batch was not computed, because no caller waits for it
     LOG = 29  # a log record, from a worker on another machine
 

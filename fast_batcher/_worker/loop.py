@@ -346,8 +346,8 @@ class BatchJob:
         return [position for position in positions if position not in self.errors]
 
 
-# An order of the parent other than a ping, and the batch that it is about.
-Told = tuple[Order, int]
+# An order of the parent other than a ping, the batch that it is about, and its value.
+Told = tuple[Order, int, float]
 
 
 class WorkerPort(Protocol):
@@ -431,7 +431,7 @@ class FramePort:
             if kind == Kind.PING:
                 return BatchJob.make_ping()
             if kind in _ORDERS:
-                return Order(kind), batch_id
+                return Order(kind), batch_id, float(frame.body or 0)
             if kind == Kind.INPUTS_FRAGMENT:
                 self._inputs.keep_fragment(frame)
             elif kind == Kind.METHOD:

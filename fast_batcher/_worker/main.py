@@ -21,6 +21,7 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
+from fast_batcher._core.values import or_infinite
 from fast_batcher._process import end_descendants, freeze_for_good, monotonic, read_rss
 from fast_batcher._shared_memory.inputs import SlabViews
 from fast_batcher._shared_memory.outbox import OutboxWriter
@@ -138,6 +139,9 @@ class WorkerSettings(NamedTuple):
     copies_outputs: bool = False
     # Whether the parent takes the model for a `SteppedModel`.
     is_stepped: bool = False
+    # With a stepped model: most that its streams cost together, and whether they may begin again.
+    max_batch_cost: float | None = None
+    idempotent: bool = True
 
 
 class Start(NamedTuple):
@@ -256,8 +260,9 @@ def load_and_serve(port: WorkerPort, progress: WorkerProgress, settings: WorkerS
             # A worker that needs no steps need not import the module.
             from fast_batcher._worker.steps import StepLoop
 
-            most = settings.max_batch_size
-            StepLoop(port, loaded.model, most, progress, copies=copies).run()
+            limits = settings.max_batch_size, or_infinite(settings.max_batch_cost)
+            again = settings.idempotent
+            StepLoop(port, loaded.model, *limits, progress, copies=copies, begins_again=again).run()
         elif stages.count > 1:
             StageLoop(loop, port, stages).run()
         else:

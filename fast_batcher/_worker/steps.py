@@ -2,7 +2,7 @@
 
     receive   newcomers, and who leaves, pauses or resumes; waits only if no stream can step
     join      the oldest newcomers, as many as there are places
-    step      all streams that are not paused
+    step      all streams that are not paused, and whose costs fit
     send      their chunks, and which streams have ended
 
 A stream is a batch of one request: its input arrives as any other, and an error ends it as any
@@ -11,17 +11,19 @@ other. Only its chunks are sent apart, with those of the other streams of a step
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
+from math import inf
 from time import monotonic
 from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import lend
 from fast_batcher._core.values import Failed, Order
-from fast_batcher._transport.pickling import SerializedError
+from fast_batcher._transport.pickling import SerializedError, describe
 from fast_batcher._transport.progress import BEGUN, WorkerProgress
 from fast_batcher._worker.loop import BatchJob, Told, WorkerPort, judge
 from fast_batcher.errors import is_kind
-from fast_batcher.stepped import read_outcome
+from fast_batcher.stepped import Grow, read_outcome
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -38,8 +40,10 @@ class StepLoop:
         port: The worker's parent.
         model: The model.
         most: Most streams that run at a time; further ones wait.
+        most_cost: Most that the streams cost together; infinite for no limit.
         progress: The worker's progress.
         copies: Whether chunks must not be views of an array that the model may fill again.
+        begins_again: Whether a stream without a chunk may begin again.
     """
 
     def __init__(
@@ -47,9 +51,11 @@ class StepLoop:
         port: WorkerPort,
         model: Any,
         most: int,
+        most_cost: float,
         progress: WorkerProgress,
         *,
-        copies: bool = False,
+        copies: bool,
+        begins_again: bool,
     ) -> None:
         self._port = port
         self._model = model
@@ -64,6 +70,15 @@ class StepLoop:
         # the paused ones.
         self._states: dict[int, Any] = {}
         self._paused: set[int] = set()
+        # With a limit: the cost of the next stream; the costs of newcomers and streams, those that
+        # streams have grown to and that do not fit yet, and the streams that have chunks.
+        self._most_cost, self._begins_again = most_cost, begins_again
+        self._next_cost = 0.0
+        self._costs: dict[int, float] = {}
+        self._wanted: dict[int, float] = {}
+        self._heard: set[int] = set()
+        # No newcomer joins before a stream has left, because one has made room for others.
+        self._is_full = False
         # STOP has come: the streams that are here are finished.
         self._is_stopping = False
         # Whether the last step has lost the device.
@@ -97,18 +112,30 @@ class StepLoop:
         return True
 
     def _is_idle(self) -> bool:
-        return len(self._states) == len(self._paused) and not (self._newcomers and self._room())
+        return len(self._states) == len(self._paused) and not self._count_joining()
 
-    def _room(self) -> int:
+    def _count_joining(self) -> int:
         """Return how many newcomers may join now."""
-        if self._states and not self._model.joins_running:
+        if self._states and (self._is_full or not self._model.joins_running):
             return 0
-        return self._most - len(self._states)
+        count = min(self._most - len(self._states), len(self._newcomers))
+        if count and self._most_cost < inf:
+            cost = self._sum_costs()
+            for joining, found in enumerate(islice(self._newcomers, count)):
+                cost += self._costs[found]
+                if cost > self._most_cost and (self._states or joining):
+                    return joining
+        return count
+
+    def _sum_costs(self) -> float:
+        return sum([self._costs[found] for found in self._states])
 
     def _obey(self, told: Told) -> None:
-        order, batch_id = told
+        order, batch_id, cost = told
         if order is Order.STOP:
             self._is_stopping = True
+        elif order is Order.COST:
+            self._next_cost = cost
         elif order is Order.PAUSE:
             if batch_id in self._states:
                 self._paused.add(batch_id)
@@ -126,15 +153,22 @@ class StepLoop:
             job.fail(Failed.FOR_GOOD, job.errors[0])
         if job.failure is None and not job.is_skipped:
             self._newcomers[job.batch_id] = job
+            if self._most_cost < inf:
+                self._costs[job.batch_id] = self._next_cost
         else:
             self._port.answer(job)
 
     def _release(self, batch_ids: Sequence[int]) -> None:
-        """Forget streams that have joined."""
+        """Forget streams."""
         self._paused.difference_update(batch_ids)
+        self._heard.difference_update(batch_ids)
+        for found in batch_ids if self._costs else ():
+            self._costs.pop(found, None)
+            self._wanted.pop(found, None)
         states = [self._states.pop(found) for found in batch_ids if found in self._states]
         if not states:
             return
+        self._is_full = False
         try:
             self._model.leave(states)
         except BaseException:
@@ -144,7 +178,7 @@ class StepLoop:
 
     def _join(self) -> None:
         """Begin the oldest newcomers, as many as there are places."""
-        count = min(self._room(), len(self._newcomers))
+        count = self._count_joining()
         if count > 0 and self._apart:
             count, self._apart = 1, self._apart - 1
         if count > 0:
@@ -192,11 +226,38 @@ class StepLoop:
         job.fail(how, failure)
         self._port.answer(job)
 
+    def _evict(self, batch_id: int, failure: SerializedError) -> None:
+        """End a stream that makes room for older ones; the parent lets it begin again, or fails."""
+        self._fail(batch_id, Failed.EVICTED, failure)
+        self._is_full = True
+
     # Steps.
 
-    def _step(self) -> None:
-        """Compute a step of the streams that are not paused, and send their chunks."""
+    def _choose(self) -> list[int]:
+        """Return the streams of the next step, oldest first: not paused, with costs that fit."""
         running = [found for found in self._states if found not in self._paused]
+        if not self._wanted:
+            return running
+        costs, wanted = self._costs, self._wanted
+        while len(running) > 1 and self._begins_again and running[-1] not in self._heard:
+            if sum([wanted.get(found, costs[found]) for found in self._states]) <= self._most_cost:
+                break
+            self._evict(running.pop(), describe(MemoryError("older streams needed its place")))
+        fitting, total = [], self._sum_costs()
+        for found in running:
+            more = wanted.get(found, costs[found]) - costs[found]
+            if more <= 0 or total + more <= self._most_cost:
+                total += more
+                costs[found] = wanted.pop(found, costs[found])
+                fitting.append(found)
+        if not fitting:  # one always runs
+            fitting = running[:1]
+            costs[fitting[0]] = wanted.pop(fitting[0])
+        return fitting
+
+    def _step(self) -> None:
+        """Compute a step, and send its chunks."""
+        running = self._choose()
         states = [self._states[found] for found in running]
         began = monotonic()
         try:
@@ -205,7 +266,11 @@ class StepLoop:
             )
         except BaseException as error:  # noqa: BLE001  as in `BatchLoop.compute`
             how, failure = judge(error)
-            self._fail_all(running, how, failure)
+            # A generator that has raised cannot be tried again.
+            if how is Failed.OUT_OF_MEMORY and len(running) > 1 and self._model.joins_running:
+                self._evict(running[-1], failure)
+            else:
+                self._fail_all(running, how, failure)
             return
         self._send(running, outcomes, began)
 
@@ -214,6 +279,7 @@ class StepLoop:
         heard: list[int] = []
         chunks: list[Any] = []
         ended: list[int] = []
+        grown: dict[int, float] = {}
         for batch_id, outcome in zip(running, outcomes, strict=True):
             chunk, is_last = read_outcome(outcome)
             if is_last:
@@ -221,10 +287,15 @@ class StepLoop:
             if chunk is not None:
                 heard.append(batch_id)
                 chunks.append(chunk)
+            if self._most_cost < inf and issubclass(type(outcome), Grow):
+                grown[batch_id] = outcome.cost
+        if self._most_cost < inf:
+            self._heard.update(heard)
+            self._wanted |= grown
         if ended:
             self._release(ended)
         now = monotonic()
-        if not (heard or ended) and now < self._sent_at + SILENCE:
+        if not (heard or ended or grown) and now < self._sent_at + SILENCE:
             return
         self._sent_at = now
-        self._port.answer_step((heard, ended), chunks, now - began)
+        self._port.answer_step((heard, ended, grown), chunks, now - began)

@@ -29,10 +29,13 @@ from starlette.websockets import WebSocket, WebSocketState
 
 from fast_batcher import errors
 from fast_batcher._process import monotonic
+from fast_batcher._transport.pickling import one_line
 from fast_batcher.fastapi.bodies import BodyError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 # Groups of equal answers that are kept for each code. Many routes with one code (a full queue)
 # must not hide another code.
@@ -173,6 +176,7 @@ def install_exception_handlers(
     A WebSocket that is not accepted yet gets the same answer; an open one is closed with 1013 (try
     again), 1009 (too big) or 1011, and the error's code and id as the reason. An invalid input that
     JSON cannot represent (NaN, a lone surrogate) is answered with 422, and not with FastAPI's 500.
+    The body of a stream that fails after its first chunk is cut, and one line is logged.
 
     Args:
         app: The app, before it has started.
@@ -200,6 +204,7 @@ def install_exception_handlers(
             return await _end_websocket(connection, response, f"{code} {error_id}")
         return response
 
+    app.add_middleware(_CutResponses)
     app.add_exception_handler(errors.BatcherError, answer)
     app.add_exception_handler(BodyError, answer)
     if app.exception_handlers.get(RequestValidationError) is request_validation_exception_handler:
@@ -220,6 +225,26 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
             f"error_responses: no error has status {unknown[0]!r}: choose from {known}"
         )
     return {status: _describe(status) for status in statuses or (503, 504)}
+
+
+class _CutResponses:
+    """Middleware that cuts a body whose stream fails: the app returns without its end."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self._app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Call the app."""
+        try:
+            await self._app(scope, receive, send)
+        except RuntimeError as error:
+            cause = error.__cause__
+            # Starlette raises it for an error that has a handler, which comes too late.
+            if not isinstance(cause, errors.BatcherError) or "already started" not in str(error):
+                raise
+            route = getattr(scope.get("route"), "path", "")
+            text = " ".join(one_line(cause).split())
+            logger.log(logging.ERROR, "%s: an error has cut the body of a stream: %s", route, text)
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:

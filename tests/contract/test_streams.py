@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models.ordinary import Slow
-from models.stepped import Counter, Fixed, Plan, Refused
+from models.stepped import Counter, Fixed, Growing, Plan, Refused
 from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
@@ -22,6 +22,7 @@ from fast_batcher import (
     DeadlineExceededError,
     Done,
     DynBatcher,
+    Grow,
     InferenceError,
     PoisonRequestError,
     QueueFullError,
@@ -282,8 +283,25 @@ async def test_errors_before_the_first_chunk_come_from_the_call() -> None:
         assert [chunk async for chunk in await tasks[0]] == ["p:1"]
     with pytest.raises(ConfigurationError, match="SteppedModel"):
         await DynBatcher(Slow).stream(1)
-    with pytest.raises(ConfigurationError, match="max_latency"):
-        DynBatcher(Counter, max_latency=1.0)
+
+
+@one_loop
+@every_worker
+async def test_a_stream_that_would_wait_too_long_for_a_place_is_rejected(workers: Any) -> None:
+    options: dict[str, Any] = {"max_batch_size": 1, "model_args": (0.1,), "max_latency": 0.001}
+    async with DynBatcher(Counter, workers=workers, **options) as batcher:
+        assert len(await read(batcher, Plan("known", 30))) == 30
+        stream = await batcher.stream(Plan("long", ENDLESS))
+        with pytest.raises(DeadlineExceededError, match="the first chunk would take") as caught:
+            await batcher.stream(Plan("late", 1))
+        assert caught.value.retry_after is not None
+        assert caught.value.retry_after > 0
+        batcher.reconfigure(max_latency=LIMIT)
+        waiting = asyncio.create_task(read(batcher, Plan("in time", 1)))
+        await until(lambda: batcher.stats.submitted == 3)
+        await stream.aclose()
+        assert await waiting == ["in time:1"]
+        assert_balance(batcher)
 
 
 def names(chunks: list[Any]) -> list[Any]:
@@ -366,6 +384,119 @@ async def test_a_lost_device_fails_all_streams_of_the_step() -> None:
             assert "device-side assert" in str(error)
         assert await read(batcher, Plan("p", 2)) == ["p:1", "p:2"]
         assert batcher.stats.restarts == 1
+
+
+@one_loop
+@every_worker
+async def test_a_step_without_memory_ends_its_youngest_stream_alone(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("old", 50))
+        *chunks, error = await read(batcher, Plan("young", 9, 3, "oom"))
+        assert chunks == ["young:1", "young:2"]
+        assert isinstance(error, InferenceError)
+        assert isinstance(error, MemoryError)
+        assert [chunk async for chunk in stream] == whole(Plan("old", 50))
+
+
+@one_loop
+@every_worker
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_a_caller_without_chunks_begins_again_when_there_is_memory(
+    workers: Any, *, is_whole: bool
+) -> None:
+    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("old", ENDLESS))
+        young = Plan("young", 3, 3 if is_whole else 1, "oom")
+        call = batcher.process_batched(young) if is_whole else read(batcher, young)
+        task = asyncio.create_task(call)
+        await until(lambda: batcher.stats.submitted == 2)
+        steps = batcher.stats.batches
+        await until(lambda: batcher.stats.batches > steps + 20)
+        assert not task.done()
+        await stream.aclose()
+        assert await task == whole(young)
+        assert await live(batcher) == 0
+
+
+@one_loop
+async def test_without_memory_for_one_stream_it_fails() -> None:
+    async with DynBatcher(Counter, model_args=(0.001,)) as batcher:
+        (error,) = await read(batcher, Plan("large", 9, 1, "memory"))
+        assert isinstance(error, MemoryError)
+        stream = await batcher.stream(Plan("old", 50))
+        other = asyncio.create_task(read(batcher, Plan("large", 9, 1, "memory")))
+        assert [chunk async for chunk in stream] == whole(Plan("old", 50))
+        (error,) = await other
+        assert isinstance(error, MemoryError)
+
+
+@one_loop
+async def test_what_may_not_be_computed_twice_does_not_begin_again() -> None:
+    async with DynBatcher(Counter, idempotent=False, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("old", ENDLESS))
+        (error,) = await read(batcher, Plan("young", 3, 1, "oom"))
+        assert isinstance(error, MemoryError)
+        await stream.aclose()
+
+
+@one_loop
+async def test_a_fixed_batch_without_memory_fails() -> None:
+    async with DynBatcher(Fixed, workers="threads") as batcher:
+        plans = [Plan("a", 3, 2, "memory"), Plan("b", 3)]
+        for chunks in await asyncio.gather(*[read(batcher, plan) for plan in plans]):
+            assert isinstance(chunks[-1], MemoryError)
+
+
+@one_loop
+@every_worker
+async def test_streams_join_by_their_costs(workers: Any) -> None:
+    options: dict[str, Any] = {"cost": lambda plan: plan.length, "max_batch_cost": 8}
+    async with DynBatcher(Counter, workers=workers, **options) as batcher:
+        plans = [Plan(f"p{number}", 4) for number in range(9)] + [Plan("alone", 20)]
+        chunks = await asyncio.gather(*[read(batcher, plan) for plan in plans])
+        assert chunks == [*map(whole, plans)]
+        assert max(batcher.stats.batch_sizes) == 2
+
+
+def _growing(most: int, **options: Any) -> DynBatcher[Plan, list[Any]]:
+    return DynBatcher(Growing, cost=lambda _: 1, max_batch_cost=most, **options)
+
+
+@one_loop
+@every_worker
+@pytest.mark.parametrize("length", [5, 20, 40])
+async def test_streams_that_grow_wait_for_others(length: int, workers: Any) -> None:
+    """Also those that are too large even alone."""
+    async with _growing(20, workers=workers) as batcher:
+        plans = [Plan(f"p{number}", length) for number in range(9)]
+        chunks = await asyncio.gather(*[read(batcher, plan) for plan in plans])
+        assert chunks == [*map(whole, plans)]
+        ((joined, highest),) = await batcher.process_batched(Plan("balance", 1))
+        assert joined == len(plans) + 1
+        assert highest <= 20
+        assert_balance(batcher)
+
+
+@one_loop
+@every_worker
+@pytest.mark.parametrize("idempotent", [False, True])
+async def test_streams_without_chunks_make_room_for_older_ones(
+    *, idempotent: bool, workers: Any
+) -> None:
+    async with _growing(20, workers=workers, idempotent=idempotent) as batcher:
+        plans = [Plan(f"p{number}", 12, 0, "quiet") for number in range(6)]
+        chunks = await asyncio.gather(*[read(batcher, plan) for plan in plans])
+        assert chunks == [[whole(plan)[-1]] for plan in plans]
+        ((joined, highest),) = await batcher.process_batched(Plan("balance", 1))
+        assert (joined > len(plans) + 1) is idempotent
+        assert highest <= 20
+
+
+@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])
+def test_a_cost_to_grow_to_is_a_number(cost: float) -> None:
+    with pytest.raises(ValueError, match="Grow"):
+        Grow(cost)
+    assert Growing().infer([Plan("a", 3)]) == [whole(Plan("a", 3))]
 
 
 class Careless(SteppedModel[int, int]):
@@ -511,11 +642,10 @@ def test_streams_end_with_their_event_loop(workers: Any) -> None:
 
 OPTIONS_OF_BATCHES: list[dict[str, Any]] = [
     {"cache": LRUCache(9)},
-    {"cost": len},
+    {"cost_is_padded": False},
     {"group_by": len},
     {"isolate_errors": False},
     {"max_delay": 0.1},
-    {"max_latency": 1.0},
     {"num_workers": (1, 2)},
     {"policy": "greedy"},
     {"shared": True},
@@ -528,7 +658,7 @@ def test_options_that_mean_nothing_for_streams_are_refused(option: dict[str, Any
         DynBatcher(Counter, **option)
 
 
-@pytest.mark.parametrize("change", [{"max_batch_size": 8}, {"max_latency": 1.0}], ids=str)
+@pytest.mark.parametrize("change", [{"max_batch_size": 8}, {"num_workers": (1, 2)}], ids=str)
 def test_changes_that_mean_nothing_for_streams_are_refused(change: Any) -> None:
     batcher = DynBatcher(Counter)
     with pytest.raises(ConfigurationError, match="SteppedModel"):

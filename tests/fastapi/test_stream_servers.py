@@ -261,6 +261,24 @@ def test_error_before_first_chunk_is_a_status(
     assert here.worker()["live"] == 0
 
 
+def test_error_after_first_chunk_cuts_the_body_and_is_one_line_of_log(
+    site: Callable[..., Site],
+) -> None:
+    here = site()
+    cut = here.ask("/spell/ab*")
+    with pytest.raises(IncompleteRead) as caught:
+        cut.read()
+    assert caught.value.partial == b"ab"
+    assert here.ask("/spell/xyz").read() == "xyz"
+    assert here.worker()["live"] == 0
+    output = here.end()
+    assert "Traceback" not in output
+    named = [line for line in output.splitlines() if "the words of the model" in line]
+    (line,) = named
+    assert "/spell/{letters}: an error has cut the body of a stream: ValueError" in line
+    assert "in two lines" in line
+
+
 def test_full_queue_refuses_streams_with_503(site: Callable[..., Site], gate: Gate) -> None:
     here = site(max_batch_size=1, max_queue_size=1)
     accepted = [here.ask(f"/spell/-a?gate={gate.port}")]

@@ -24,7 +24,7 @@ from fast_batcher.settings import OPTIONS, Option, Reconfiguration, Settings, sh
 NAMES = [
     *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
     *("CollationError", "ConfigurationError", "DeadlineExceededError", "Done", "DynBatcher"),
-    *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "InputError"),
+    *("DynamicBatchIndexError", "Grow", "InferenceError", "InferenceModel", "InputError"),
     "NotReadyError",
     *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
     *("RequestTooLargeError", "SlowReaderError", "SteppedModel", "Stream", "StreamedModel"),

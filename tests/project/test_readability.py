@@ -45,11 +45,14 @@ FOREIGN_NAMES = {
 # The parts of the package, and the most lines of code of each; docstrings, comments and blank lines
 # do not count. The first pattern that fits a file counts. A budget rises for a new ability alone.
 BUDGETS = {
-    "streams": (r"stepped\.py|_session/streams\.py|_worker/steps\.py", 391),
+    "streams": (
+        r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_times\.py|_host/streams\.py",
+        621,
+    ),
     "independence": (r"_independence\.py", 93),
     "tools": (r"(_cli|_load)/|__main__\.py", 2340),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1599),
-    "core": ("", 17_798),
+    "core": ("", 17_946),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 import fast_batcher
-from fast_batcher import BatcherStats, Done, DynBatcher, InferenceModel, SteppedModel
+from fast_batcher import BatcherStats, Done, DynBatcher, Grow, InferenceModel, SteppedModel
 from fast_batcher._session.streams import Stream
 from fast_batcher.aio import AsyncBatchedFunction
 from fast_batcher.dyn_batcher import DynBatcher as DynBatcherByOtherPath
@@ -183,7 +183,7 @@ class Speaker(SteppedModel[str, bytes]):
     def join(self, inputs: list[str]) -> list[str]:
         return inputs
 
-    def step(self, states: list[str]) -> list[bytes | Done[bytes] | None]:
+    def step(self, states: list[str]) -> list[bytes | Done[bytes] | Grow[bytes] | None]:
         return [Done(state.encode()) for state in states]
 
 

@@ -1,6 +1,7 @@
 """The scheduler with streams: batches of one request, of which a worker has many at a time."""
 
 import random
+from math import inf
 from typing import Any
 
 import pytest
@@ -22,17 +23,25 @@ PLACES = 4
 
 
 def make_scheduler(
-    *, timeout: float | None = None, infer_timeout: float | None = None
+    *,
+    timeout: float | None = None,
+    infer_timeout: float | None = None,
+    most_cost: float = inf,
+    max_latency: float | None = None,
+    max_queue_size: int = 1000,
 ) -> Scheduler:
     return Scheduler(
         make_policy("greedy", None),
         Limits(
             max_batch_size=1,
-            max_queue_size=1000,
+            max_queue_size=max_queue_size,
+            max_latency=max_latency,
+            places=PLACES,
             timeout=timeout,
             infer_timeout=infer_timeout,
             batches_per_worker=most_streams(PLACES),
             is_stepped=True,
+            most_stream_cost=most_cost,
         ),
     )
 
@@ -193,6 +202,70 @@ def test_after_a_death_streams_with_chunks_fail_and_others_begin_one_by_one() ->
     assert [batch.requests[0] for batch in dispatched(scheduler, 3.0)] == [requests[1]]
 
 
+def test_a_worker_gets_streams_until_they_cost_the_most() -> None:
+    scheduler = make_scheduler(most_cost=10.0)
+    scheduler.worker_ready(0.0, 1)
+    requests = submit(scheduler, 4)
+    for request in requests:
+        request.cost = 6.0
+    batches = dispatched(scheduler)
+    assert [batch.requests for batch in batches] == [requests[:1], requests[1:2]]
+    scheduler.workers.note_costs(1, {batches[0].id: 12.0, 99: 1.0})
+    assert scheduler.batch_done(1.0, 1, batches[1].id) is batches[1]
+    assert dispatched(scheduler, 1.0) == []
+    scheduler.workers.note_costs(1, {batches[0].id: 1.0})
+    assert len(dispatched(scheduler, 1.0)) == 2
+
+
+def test_an_evicted_stream_begins_again_before_the_queue_unless_it_has_chunks() -> None:
+    scheduler = make_scheduler(timeout=10.0)
+    scheduler.worker_ready(0.0, 1)
+    requests = submit(scheduler, 8)
+    first, second, third, *_ = dispatched(scheduler)
+    requests[1].has_chunks = True
+    assert scheduler.cancel(requests[2])
+    for batch, failed in ((first, []), (second, [requests[1]]), (third, [])):
+        assert scheduler.batch_done(1.0, 1, batch.id, has_raised=True) == batch
+        assert scheduler.stream_evicted(batch) == failed
+    values = [batch.requests[0].value for batch in dispatched(scheduler, 1.0)]
+    assert values == [0, 5, 6]
+    assert scheduler.next_expiry == 10.0
+
+
+def test_streams_without_a_place_in_time_are_rejected() -> None:
+    scheduler = make_scheduler(max_latency=10.0)
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, PLACES)
+    for batch in dispatched(scheduler):
+        assert scheduler.batch_done(8.0, 1, batch.id) is batch
+    requests = [Request(number, None) for number in range(9)]
+    requests[8].priority = 1
+    rejected = scheduler.submit(10.0, requests)
+    # Places are free at 10, for four of them, and at 18; the next ones at 26.
+    assert rejected[0][1].to_error().args == (
+        "the first chunk would take 16 seconds, and 10 are left; 8 requests wait already",
+    )
+    assert [(late.value, why.retry_after) for late, why in rejected] == [(8, 6.0)]
+    assert len(dispatched(scheduler, 10.0)) == most_streams(PLACES)
+    # The queue has three; higher priorities overtake them.
+    urgent = [Request(9, None), Request(10, None)]
+    urgent[0].priority = 1
+    assert [late.value for late, _ in scheduler.submit(10.0, urgent)] == [10]
+
+
+def test_a_full_queue_tells_when_a_place_will_be_free() -> None:
+    scheduler = make_scheduler(max_queue_size=9)
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, 1)
+    (batch,) = dispatched(scheduler)
+    full = [Request(number, None) for number in range(10)]
+    assert scheduler.submit(1.0, full)[0][1].retry_after is None
+    assert scheduler.batch_done(8.0, 1, batch.id) is batch
+    assert len(dispatched(scheduler, 8.0)) == most_streams(PLACES)
+    full = [Request(number, None) for number in range(9)]
+    assert [why.retry_after for _, why in scheduler.submit(9.0, full)] == [7.0] * 4
+
+
 class Driver:
     """Workers that do what the scheduler wants, and random events."""
 
@@ -250,6 +323,19 @@ class Driver:
                     request.is_settled = True
                     self.ended.append(request)
 
+    def evict(self) -> None:
+        """Let the youngest stream of a worker make room."""
+        streams = self.workers[self.rng.choice([*self.workers])] if self.workers else []
+        if len(streams) > 1:
+            batch = streams[-1]
+            self.finish(batch)
+            failed = self.scheduler.stream_evicted(batch)
+            assert all(request.has_chunks for request in failed)
+            for request in failed:
+                if not request.is_settled:
+                    request.is_settled = True
+                    self.ended.append(request)
+
     def finish(self, batch: Any) -> None:
         assert self.scheduler.batch_done(self.now, batch.worker, batch.id) == batch
         self.workers[batch.worker].remove(batch)
@@ -272,10 +358,10 @@ class Driver:
 def test_random_events_lose_no_stream_and_fill_no_worker(seed: int) -> None:
     """Every accepted request ends exactly once, and a worker never has too many streams."""
     driver = Driver(seed)
-    events = [driver.arrive, driver.start, driver.die, driver.leave, driver.step]
+    events = [driver.arrive, driver.start, driver.die, driver.leave, driver.step, driver.evict]
     for _ in range(200):
         driver.now += driver.rng.random()
-        driver.rng.choices(events, [35, 10, 5, 10, 40])[0]()
+        driver.rng.choices(events, [35, 10, 5, 10, 35, 5])[0]()
         driver.poll()
     driver.ended += driver.scheduler.close()
     assert sorted(map(id, driver.ended)) == sorted(map(id, driver.requests))

@@ -14,7 +14,7 @@ from fast_batcher import Done, DynBatcher, SteppedModel
 from fast_batcher.fastapi import cancel_on_disconnect, install_exception_handlers
 
 # Marks; none of them needs quoting in a path.
-WAIT, FOR_EVER, REFUSE, DIE = "-", "~", "!", "$"
+WAIT, FOR_EVER, REFUSE, DIE, FAIL = "-", "~", "!", "$", "*"
 # Chunks of some letters. Some hundred of the large one fill the buffers of a connection.
 CHUNKS = {".": None, "Z": "z" * 2**15}
 
@@ -40,7 +40,7 @@ class Speller(SteppedModel[Text, Any]):
 
     At "-" it waits at the gate before the next letter; "~" repeats the letter behind it for ever;
     "." is no chunk and "Z" a large one; a text that begins with "!" is refused; "$" kills the
-    worker.
+    worker, and "*" fails its stream.
     """
 
     def __init__(self) -> None:
@@ -65,6 +65,8 @@ class Speller(SteppedModel[Text, Any]):
             wait_at_gate(text.gate)
         if left[0] == DIE:
             os._exit(3)
+        if left[0] == FAIL:
+            return ValueError("the words of the model\nin two lines")
         if left[0] == FOR_EVER:
             return CHUNKS.get(left[1], left[1])
         letter = left.pop(0)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fast_batcher import Done, SteppedModel, StreamedModel
+from fast_batcher import Done, Grow, SteppedModel, StreamedModel
 
 
 class Plan(NamedTuple):
@@ -24,12 +24,17 @@ class Refused(Exception):
     """A plan's error."""
 
 
+# What a plan does, and whether it has company.
+OUT_OF_MEMORY = {("memory", False), ("memory", True), ("oom", True)}
+
+
 class Counter(SteppedModel[Plan, Any]):
     """Counts the steps of each plan: the chunks are "name:1", "name:2" and so on.
 
     A plan may refuse to join ("join"); fail alone ("fail") or with all others ("raise"), also for
-    good ("fatal"); give an unpicklable ("lambda") or no chunk ("none"); give no chunk after this
-    one ("silent"); kill the worker ("kill"); or end without a last chunk ("end").
+    good ("fatal"); run out of memory ("memory"), or only beside others ("oom"); give an
+    unpicklable ("lambda") or no chunk ("none"); give no chunk after this one ("silent"); kill the
+    worker ("kill"); or end without a last chunk ("end").
     """
 
     def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
@@ -48,6 +53,9 @@ class Counter(SteppedModel[Plan, Any]):
     def step(self, states: list[Any]) -> list[Any]:
         if self._base or self._each:
             time.sleep(self._base + self._each * len(states))
+        for plan, count in states:
+            if count + 1 == plan.at and (plan.what, len(states) > 1) in OUT_OF_MEMORY:
+                raise MemoryError(plan.name)
         return [self._count(state) for state in states]
 
     def _count(self, state: Any) -> Any:
@@ -80,7 +88,7 @@ class Counter(SteppedModel[Plan, Any]):
 class Fixed(StreamedModel[Plan, str]):
     """The same for a batch that stays as it is; the chunk also tells the size of the batch.
 
-    A plan may refuse the batch ("join"), or end all streams of its batch ("raise").
+    A plan may refuse the batch ("join"), or end all streams of its batch ("raise", "memory").
     """
 
     def __init__(self, base: float = 0.0) -> None:
@@ -100,6 +108,8 @@ class Fixed(StreamedModel[Plan, str]):
                 time.sleep(self._base)
                 if any((plan.what, plan.at) == ("raise", count) for plan in inputs):
                     raise Refused("no further")
+                if any((plan.what, plan.at) == ("memory", count) for plan in inputs):
+                    raise MemoryError
                 yield [self._count(plan, count, len(inputs)) for plan in inputs]
         finally:
             self.live -= 1
@@ -109,3 +119,43 @@ class Fixed(StreamedModel[Plan, str]):
             return Done(self.live)
         chunk = f"{plan.name}:{count} of {size}"
         return Done(chunk) if count == plan.length else chunk
+
+
+class Growing(SteppedModel[Plan, Any]):
+    """Counts as a `Counter`; each step of a stream costs 1 more than the one before, first 1.
+
+    A plan may give no chunk but the last ("quiet"). The answer to "balance" is the number of
+    streams that have joined, and the highest cost of all streams in a step of several.
+    """
+
+    def __init__(self, base: float = 0.0) -> None:
+        self._base = base
+        self.joined = self.highest = 0
+        self._live: list[Any] = []
+
+    def join(self, inputs: list[Plan]) -> list[Any]:
+        self.joined += len(inputs)
+        states = [[plan, 0] for plan in inputs]
+        self._live += states
+        return states
+
+    def step(self, states: list[Any]) -> list[Any]:
+        time.sleep(self._base)
+        outcomes = [self._count(state) for state in states]
+        if len(states) > 1:
+            self.highest = max(self.highest, sum(count for _, count in self._live))
+        return outcomes
+
+    def _count(self, state: Any) -> Any:
+        state[1] += 1
+        plan, count = state
+        if plan.name == "balance":
+            return Done((self.joined, self.highest))
+        chunk = f"{plan.name}:{count}"
+        if count == plan.length:
+            return Done(chunk)
+        return Grow(count + 1, None if plan.what == "quiet" else chunk)
+
+    def leave(self, states: list[Any]) -> None:
+        for state in states:
+            self._live = [left for left in self._live if left is not state]
