@@ -16,24 +16,8 @@ from fast_batcher.settings import OPTIONS, Option, Settings
 
 NUMBERS = [option for option in OPTIONS.values() if {int, float} & set(option.types)]
 # What a program could give, from the sensible to the absurd.
-EXTREMES = [
-    0,
-    1,
-    -1,
-    5e-324,
-    1e-300,
-    1e-15,
-    1e-9,
-    0.5,
-    1.5,
-    1e9,
-    1e15,
-    1e24,
-    1e300,
-    1.7e308,
-    10**400,
-]
-EXTREMES += [math.inf, -math.inf, math.nan, 2**20, 2**31, 2**63, 2**64]
+EXTREMES = [0, 1, -1, 5e-324, 1e-300, 1e-15, 1e-9, 0.5, 1.5, 1e9, 1e15, 1e24, 1e300, 1.7e308]
+EXTREMES += [10**400, math.inf, -math.inf, math.nan, 2**20, 2**31, 2**63, 2**64]
 
 
 def random_number(rng: random.Random) -> float:
