@@ -541,17 +541,8 @@ def test_the_recipe_for_redis_works() -> None:
     # Not below pytest's directory, whose path may be too long for a socket.
     directory = tempfile.mkdtemp(dir="/tmp")
     path = f"{directory}/socket"
-    command = [
-        "redis-server",
-        "--port",
-        "0",
-        "--unixsocket",
-        path,
-        "--save",
-        "",
-        "--dir",
-        directory,
-    ]
+    command = ["redis-server", "--port", "0", "--unixsocket", path]
+    command += ["--save", "", "--dir", directory]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

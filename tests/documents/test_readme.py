@@ -49,14 +49,12 @@ def test_imported_names_of_programs_exist(number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_every_program_is_formatted_as_ours_are(number: int) -> None:
+def test_every_program_is_formatted_as_ours_are(tmp_path: Path) -> None:
     pytest.importorskip("ruff")
-    done = run_command(
-        [sys.executable, "-m", "ruff", "format", "--diff", "--stdin-filename", "readme.py", "-"],
-        input=PROGRAMS[number],
-        cwd=ROOT,
-    )
+    for number, program in enumerate(PROGRAMS):
+        (tmp_path / f"program_{number}.py").write_text(program)
+    command = [sys.executable, "-m", "ruff", "format", "--diff"]
+    done = run_command([*command, "--config", str(ROOT / "pyproject.toml"), str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

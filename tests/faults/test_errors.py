@@ -119,16 +119,6 @@ class OddError(Exception):
         self.reason = reason
 
 
-class CountsCallsError(Exception):
-    """Counts how often it is constructed."""
-
-    calls = 0
-
-    def __init__(self, message: str) -> None:
-        CountsCallsError.calls += 1
-        super().__init__(message)
-
-
 class OwnNewError(ValueError):
     """Cannot be made from its `args`."""
 
@@ -323,9 +313,6 @@ def test_error_of_caller_survives_pickling(make: Callable[[], Exception]) -> Non
 def comparable(state: dict[str, Any]) -> dict[str, Any]:
     """Exceptions inside exceptions have no equality but identity."""
     return {key: repr(value) for key, value in state.items()}
-
-
-# The parts, in which exceptions cross.
 
 
 # What the frames of a traceback hold.

@@ -13,7 +13,6 @@ from starlette.background import BackgroundTask
 from waits import LIMIT, outcome, turns, until
 
 from fast_batcher import aio, dynamically, inference
-from fast_batcher.caching import LRUCache, hash_input
 from fast_batcher.errors import BatcherClosedError, InferenceError
 from fast_batcher.types import CachedNone, CacheStats, PriorityStrategy
 
@@ -331,20 +330,6 @@ async def test_none_is_cached_and_an_error_is_not() -> None:
         await until(lambda: memory.known == {1: CachedNone.NONE})
         assert await function([1, 1]) == [None, None]
     assert calls == [[0], [1]]
-
-
-async def test_equal_items_of_different_types_differ() -> None:
-    item = {"a": 1}
-    items = [1, True, 1.0, 0.0, -0.0, (1,), (True,), item, hash_input(item)]
-
-    @aio.dynamically(cache=LRUCache(100))
-    def show(batch: list[Any]) -> list[str]:
-        return [repr(item) for item in batch]
-
-    async with show:
-        for _ in range(2):
-            assert [await show(item) for item in items] == [repr(item) for item in items]
-        assert show.stats.total_processed == len(items)
 
 
 @pytest.mark.parametrize("what", ["get", "set", "stats"])

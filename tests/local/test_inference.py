@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from gated_functions import in_one_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import Frame, Short
@@ -21,15 +22,6 @@ Features = dict[str, Any]
 def sums(features: Features) -> Any:
     """One number per row."""
     return features["ids"].sum(1)
-
-
-def call_together(function: Any, *calls: Features) -> list[Any]:
-    """The outputs of calls of one turn, which share a batch."""
-
-    async def main() -> list[Any]:
-        return await asyncio.gather(*map(function.acall, calls))
-
-    return asyncio.run(main())
 
 
 @pytest.mark.parametrize("make", [numpy.asarray, torch.as_tensor], ids=["numpy", "torch"])
@@ -49,7 +41,7 @@ def test_outputs_have_the_array_kind_of_inputs(
 ) -> None:
     features = features_of(make)
     with inference.dynamically(sums) as function:
-        results = [function(features), function(**features), *call_together(function, features)]
+        results = [function(features), function(**features), *in_one_batch(function, features)]
         for result in results:
             assert isinstance(result, type(make([0])))
             assert result.tolist() == [3, 7]
@@ -91,7 +83,7 @@ def test_functions_may_return_several_kinds(
 
     calls = ({"ids": numpy.array([[1, 2]])}, {"ids": numpy.array([[3, 4], [5, 6]])})
     with inference.dynamically(**options)(lambda features: function(features["ids"])) as decorated:
-        assert [as_lists(found) for found in call_together(decorated, *calls)] == outputs
+        assert [as_lists(found) for found in in_one_batch(decorated, *calls)] == outputs
 
 
 @pytest.mark.parametrize(
@@ -171,6 +163,6 @@ def test_every_row_comes_back_to_its_caller(
         rows = [numpy.full(n, 100 * number + at + 1) for at, n in enumerate(of_call)]
         calls.append({"ids": [make(row) for row in rows]})
     with decorate(sums) as function:
-        results = call_together(function, *calls)
+        results = in_one_batch(function, *calls)
     for call, result in zip(calls, results, strict=True):
         assert result.tolist() == [int(row.sum()) for row in call["ids"]]

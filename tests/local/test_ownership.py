@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gated_functions import GatedFunction
+from gated_functions import GatedFunction, in_one_batch
 from waits import until
 
 from fast_batcher import dynamically, inference
@@ -19,15 +19,6 @@ MAKERS = [
 ]
 
 
-def in_one_batch(function: Any, items: list[Any]) -> list[Any]:
-    """The outputs of these items, each for a caller of its own."""
-
-    async def main() -> list[Any]:
-        return await asyncio.gather(*map(function.acall, items))
-
-    return asyncio.run(main())
-
-
 @pytest.mark.parametrize("make", MAKERS)
 def test_callers_may_write_into_rows_of_shared_memory(make: Callable[[Any], Any]) -> None:
     @dynamically
@@ -36,7 +27,7 @@ def test_callers_may_write_into_rows_of_shared_memory(make: Callable[[Any], Any]
         return row.expand(len(items), 2) if hasattr(row, "expand") else strided(row, len(items))
 
     with constant:
-        first, second = in_one_batch(constant, [1, 2])
+        first, second = in_one_batch(constant, 1, 2)
     first += 10
     assert second.tolist() == [1, 2]
 

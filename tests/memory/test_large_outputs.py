@@ -11,7 +11,7 @@ import pytest
 from models.children import TalksNonsense
 from models.large import LARGE, GivesViews, MakesLarge, fingerprint, make_large
 from packed_frames import pack
-from sender_harness import MEBI, SMALL, copier_held, free, opened
+from sender_harness import DYING, LOST, MEBI, SMALL, ask_amid_deaths, copier_held, free, opened
 from sessions import pids_of, session_of
 from waits import LIMIT, call, outcome, turns, until
 
@@ -20,7 +20,7 @@ from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dumps
-from fast_batcher.errors import DeadlineExceededError, PoisonRequestError, TransportError
+from fast_batcher.errors import DeadlineExceededError, TransportError
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
@@ -77,26 +77,10 @@ async def test_large_answers_survive_deaths_and_cancellations(
     kinds = ["array", "bytes", "strided", "nested", "dataclass"]
     sizes = np.exp(random.uniform(0, np.log(3 * MEBI), 400)).astype(int)
     asked = [(kinds[number % 5], int(size), number) for number, size in enumerate(sizes)]
-    settings: dict[str, Any] = {
-        "max_batch_size": 4,
-        "num_workers": 2,
-        "max_shared_bytes": 6 * MEBI,
-        "max_restarts": None,
-        "restart_backoff": 0.01,
-    }
-    async with opened(MakesLarge, **settings) as batcher:
-        tasks = []
-        for number, one in enumerate(asked):
-            tasks.append(call(batcher, one))
-            if number % 40 == 39:
-                os.kill(await batcher.process_batched("pid"), 9)
-            if number % 7 == 3:
-                tasks[random.integers(len(tasks))].cancel()
-            await turns(int(random.integers(1, 4)))
-        for one, task in zip(asked, tasks, strict=True):
-            got = await outcome(task)
-            if not isinstance(got, asyncio.CancelledError | PoisonRequestError):
-                assert fingerprint(got) == fingerprint(make_large(*one))
+    async with opened(MakesLarge, max_shared_bytes=6 * MEBI, **DYING) as batcher:
+        outcomes = await ask_amid_deaths(batcher, asked, "pid")
+        for one, got in zip(asked, outcomes, strict=True):
+            assert isinstance(got, LOST) or fingerprint(got) == fingerprint(make_large(*one))
 
 
 @pytest.mark.parametrize("size", [SMALL, ASIDE])

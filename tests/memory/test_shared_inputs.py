@@ -6,7 +6,6 @@ First without a worker, with real slabs; then with real workers.
 import asyncio
 import gc
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,11 +15,14 @@ from memory_files import memory_of, refuse_memory
 from models.large import Digests, ForksAndKeeps, KeepsInputs, digest
 from models.raising import KeepsErrors
 from sender_harness import (
+    DYING,
     LARGE,
+    LOST,
     MEBI,
     SIZE,
     SMALL,
     SenderHarness,
+    ask_amid_deaths,
     copier_held,
     filled,
     free,
@@ -39,7 +41,7 @@ from waits import LIMIT, Gate, call, outcome, turns, until
 from fast_batcher import DynBatcher
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import loads
-from fast_batcher.errors import PoisonRequestError, UnsendableValueError
+from fast_batcher.errors import UnsendableValueError
 
 pytestmark = pytest.mark.slow
 
@@ -160,31 +162,12 @@ async def test_payloads_survive_deaths_and_cancellations(
     make: Callable[[int], list[Any]], stages: bool, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Random kills and cancellations, and a memory that is too small for all."""
-    random = np.random.default_rng(2)
     values = make(400)
     caplog.set_level(logging.ERROR)
-    settings: dict[str, Any] = {
-        "max_batch_size": 4,
-        "num_workers": 2,
-        "max_shared_bytes": size,
-        "max_restarts": None,
-        "restart_backoff": 0.01,
-    }
-    async with opened(Digests, stages=stages, **settings) as batcher:
-        tasks = []
-        for number, value in enumerate(values):
-            tasks.append(call(batcher, value))
-            if number % 40 == 39:
-                os.kill(await batcher.process_batched(b"whereabouts"), 9)
-            if number % 7 == 3:
-                tasks[random.integers(len(tasks))].cancel()
-            await turns(int(random.integers(1, 4)))
-        for value, task in zip(values, tasks, strict=True):
-            got = await outcome(task)
-            assert got == digest(value) or isinstance(
-                got, asyncio.CancelledError | PoisonRequestError
-            )
-        tasks.clear()
+    async with opened(Digests, stages=stages, max_shared_bytes=size, **DYING) as batcher:
+        outcomes = await ask_amid_deaths(batcher, values, b"whereabouts")
+        for value, got in zip(values, outcomes, strict=True):
+            assert isinstance(got, LOST) or got == digest(value)
         await free(batcher)
 
 

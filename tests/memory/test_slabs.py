@@ -210,24 +210,6 @@ def test_batch_stays_occupied_without_a_pipe(views: SlabViews) -> None:
     assert views.take_freed() == []
 
 
-def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
-    """In another process."""
-    view = slabs.view(BATCH)[start : start + length]
-    sender.send(bytes(view[:5]))
-    source, sink = os.pipe()
-
-    def wait() -> int:
-        os.close(sink)
-        return len(os.read(source, 1))
-
-    pid = fork(wait)
-    del view
-    sender.send(slabs.take_freed())
-    os.close(sink)
-    os.waitpid(pid, 0)
-    sender.send(slabs.take_freed())
-
-
 @pytest.mark.slow
 def test_forked_app_releases_its_copy(slabs: Slabs) -> None:
     write(slabs, taken(slabs, MEBI), bytes(MEBI))

@@ -108,9 +108,6 @@ def test_quickstart_answers_concurrent_requests(app: str, directory: Path) -> No
     assert answers == [f"{word.upper()}!" for word in words]
 
 
-# --- the sentences --------------------------------------------------------------------------------
-
-
 # --- the embeddings app ---------------------------------------------------------------------------
 
 

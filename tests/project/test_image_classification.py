@@ -65,9 +65,6 @@ def test_network_has_torchvision_parameters(arch: str) -> None:
             assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
 
 
-# --- from bytes to the network's input ------------------------------------------------------------
-
-
 # --- the model ------------------------------------------------------------------------------------
 
 

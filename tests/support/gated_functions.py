@@ -126,6 +126,15 @@ VARIANTS = {
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
+def in_one_batch(function: Any, *items: Any) -> list[Any]:
+    """The outputs of calls of one turn, each of a caller of its own, which share a batch."""
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*map(function.acall, items))
+
+    return asyncio.run(main())
+
+
 def spin_until(is_so: Callable[[], bool]) -> None:
     """Give way to other threads until this is true of a batcher, which does not tell when."""
     deadline = monotonic() + LIMIT

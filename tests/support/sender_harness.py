@@ -1,5 +1,6 @@
 """Batches through shared memory without a worker, and what tests ask of a batcher that has it."""
 
+import asyncio
 import gc
 import os
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sessions import session_of
-from waits import LIMIT, assert_balance, until
+from waits import LIMIT, assert_balance, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.values import Batch, Release, Request
@@ -20,7 +21,7 @@ from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
 from fast_batcher._transport.pickling import SerializedError, loads
 from fast_batcher._worker.loop import InputReader
-from fast_batcher.errors import BatcherError
+from fast_batcher.errors import BatcherError, PoisonRequestError
 from fast_batcher.settings import Settings
 
 MEBI = 2**20
@@ -210,6 +211,33 @@ async def opened(
             stage_inputs(batcher)
         yield batcher
         assert_balance(batcher)
+
+
+# Settings of a batcher for `ask_amid_deaths`, and what then becomes of some of its requests.
+DYING: Any = {"max_batch_size": 4, "num_workers": 2, "max_restarts": None, "restart_backoff": 0.01}
+LOST = asyncio.CancelledError | PoisonRequestError
+
+
+async def ask_amid_deaths(
+    batcher: DynBatcher[Any, Any], values: list[Any], whereabouts: Any
+) -> list[Any]:
+    """Kill workers and cancel callers at random meanwhile; the outcomes.
+
+    Args:
+        batcher: The batcher.
+        values: Its inputs.
+        whereabouts: An input that is answered with the process id of the worker.
+    """
+    random = np.random.default_rng(2)
+    tasks = []
+    for number, value in enumerate(values):
+        tasks.append(call(batcher, value))
+        if number % 40 == 39:
+            os.kill(await batcher.process_batched(whereabouts), 9)
+        if number % 7 == 3:
+            tasks[random.integers(len(tasks))].cancel()
+        await turns(int(random.integers(1, 4)))
+    return [await outcome(task) for task in tasks]
 
 
 def stage_inputs(batcher: DynBatcher[Any, Any]) -> None:

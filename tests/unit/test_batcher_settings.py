@@ -310,6 +310,3 @@ def test_default_queue_holds_batches_of_all_workers() -> None:
     assert more.changed({"max_batch_size": 512}).queue_limit == 8 * 512 * 3
     # Its length was chosen.
     assert more.changed({"max_queue_size": 7}).changed({"num_workers": 4}).queue_limit == 7
-
-
-# Under a running loop, where construction goes on to open.

@@ -290,10 +290,3 @@ def test_an_input_that_is_a_batch_has_rows(features: Any) -> None:
         ]
     else:
         assert rows[1] == Pair(1, Point({"x": 1}, None))
-
-
-# What an event loop leaves to a thread.
-
-
-endless: list[Any] = []
-endless.append(endless)

@@ -11,11 +11,6 @@ from fast_batcher.errors import InferenceError
 pytestmark = pytest.mark.anyio
 
 
-def counts(ledger: Ledger) -> tuple[int, int, int]:
-    outcomes = ledger.counters.outcomes
-    return outcomes["completed"], outcomes["failed"], outcomes["cancelled"]
-
-
 @pytest.mark.parametrize(
     ("gone", "outcomes", "late"),
     [

@@ -147,9 +147,6 @@ def test_no_request_waits_longer_than_the_bound(
     assert len(left) == len(ranks) + len(late)
 
 
-# Groups.
-
-
 # Costs.
 
 

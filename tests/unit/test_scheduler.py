@@ -387,21 +387,6 @@ def test_size_is_measured_after_other_rejections() -> None:
     assert measured == [0, 1, 2]
 
 
-class Counted(Request):
-    """Counts how often a request's size is asked for, of all of them together."""
-
-    asked = 0
-
-    @property
-    def size(self) -> int:
-        Counted.asked += 1
-        return self._size
-
-    @size.setter
-    def size(self, size: int) -> None:
-        self._size = size
-
-
 # Drain and close.
 
 
@@ -443,9 +428,6 @@ def test_batch_begins_after_previous_answer() -> None:
     assert [(batch.sent_at, batch.began_at) for batch in batches] == [(5.0, 5.0), (5.0, 7.0)]
     # One request stands for each batch, and each position gets its turn.
     assert [batch.wait_until(batch.began_at) for batch in batches] == [(4.0, 2), (3.0, 2)]
-
-
-# Memory.
 
 
 # Settings that change.
