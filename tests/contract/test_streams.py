@@ -648,7 +648,6 @@ OPTIONS_OF_BATCHES: list[dict[str, Any]] = [
     {"max_delay": 0.1},
     {"num_workers": (1, 2)},
     {"policy": "greedy"},
-    {"shared": True},
 ]
 
 
