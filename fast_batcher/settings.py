@@ -650,8 +650,6 @@ def reject_for_stepped(settings: "Settings", changes: Collection[str] = ()) -> N
         for name, remedy in _NOT_FOR_STREAMS.items()
         if getattr(settings, name) != OPTIONS[name].default
     }
-    if isinstance(settings.workers, RemoteWorkers):
-        refused["workers"] = "the streams of actors are not passed on; omit workers="
     if isinstance(settings.num_workers, tuple):
         refused["num_workers"] = "the backlog of streams is not predicted; give one number"
     if "max_batch_size" in changes:

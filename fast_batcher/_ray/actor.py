@@ -3,6 +3,7 @@
     place            process, node, versions     ->  the host compares the versions
     load             the model                   ->  READY, or STARTUP_FAILED
     compute          frames of a batch           ->  frames of its answer
+    step             frames of streams, orders   ->  frames of a step, and whether streams are left
     ping             (idle)                      ->  PONG
     stop             model.close()               ->  the host ends the actor
     watch            never returns: it fails when the actor is dead
@@ -18,7 +19,7 @@ import platform
 import sys
 import threading
 from collections import deque
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import ray
 
@@ -30,8 +31,16 @@ from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._version import __version__
 from fast_batcher._worker.loop import BatchJob, BatchLoop, FramePort, InputReader, ReplyEncoder
-from fast_batcher._worker.main import WorkerSettings, close_model, load_warm
+from fast_batcher._worker.main import (
+    WorkerSettings,
+    close_model,
+    load_warm,
+    make_step_loop,
+)
 from fast_batcher.errors import WorkerStartupError
+
+if TYPE_CHECKING:
+    from fast_batcher._worker.steps import StepLoop
 
 # Most log records that wait for the next answer.
 MOST_RECORDS = 1000
@@ -72,6 +81,10 @@ class CallChannel:
         """Return the next frame of the call."""
         return self.received.popleft() if self.received else None
 
+    def has_arrived(self) -> bool:
+        """Return whether a frame of the call is left."""
+        return bool(self.received)
+
     def send(
         self,
         kind: int,
@@ -103,12 +116,12 @@ class RowReader(InputReader):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.buffers: tuple[Any, ...] = ()
+        self.buffers: deque[Any] = deque()
 
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
         inputs: list[Any] = []
-        buffers, self.buffers = self.buffers, ()
-        for (packed, _, _), buffer in zip(pickling.loads(frame.body), buffers, strict=True):
+        for packed, _, _ in pickling.loads(frame.body):
+            buffer = self.buffers.popleft()
             # A copy: the object store's memory is read-only, and a model may write into its inputs.
             view = memoryview(bytearray(buffer))
             rows, whole = view_rows(unpack_layout(packed), view)
@@ -130,6 +143,7 @@ class ModelActor:
         self._port: FramePort
         self._model: Any = None
         self._loop: BatchLoop | None = None
+        self._steps: StepLoop | None = None
 
     def place(self) -> dict[str, Any]:
         """Tell where this is, and with which versions."""
@@ -164,6 +178,8 @@ class ModelActor:
         self._model = loaded.model
         models = {**loaded.models, "infer": loaded.in_turn}
         self._loop = BatchLoop(self._port, models, self._progress)
+        if settings.is_stepped:
+            self._steps = make_step_loop(self._port, self._model, self._progress, settings)
         # One stage: each batch passes all of them before the next one begins. No files: those of
         # another machine cannot be compared.
         self._port.report_ready(loaded.times, 1, {}, loaded.start)
@@ -173,12 +189,20 @@ class ModelActor:
         """Compute a batch."""
         assert self._loop is not None, "the host has READY"
         self._channel.received.extend(split_frames(frames))
-        self._reader.buffers = buffers
+        self._reader.buffers.extend(buffers)
         job = self._port.receive()
         assert isinstance(job, BatchJob), "a call has a batch"
         self._loop.compute(job)
         self._port.answer(job)
         return self._channel.take_answer()
+
+    def step(self, frames: bytes | memoryview, *buffers: Any) -> tuple[bytes, bool]:
+        """Take streams and orders, and compute a step; tell whether another one can follow."""
+        assert self._steps is not None, "the host has READY of a `SteppedModel`"
+        self._channel.received.extend(split_frames(frames))
+        self._reader.buffers.extend(buffers)
+        goes_on = self._steps.advance()
+        return self._channel.take_answer(), goes_on
 
     def ping(self) -> bytes:
         """Answer a ping, which comes while there is no batch."""

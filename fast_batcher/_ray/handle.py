@@ -21,9 +21,11 @@ from contextvars import Context
 from enum import Enum
 from typing import Any, NamedTuple
 
+from fast_batcher._core.values import Failed, Order
 from fast_batcher._parent.sending import FrameWorker
 from fast_batcher._parent.worker_handle import Exit, WorkerState
 from fast_batcher._ray.cluster import CONNECT_TIMEOUT, PROBE_TIMEOUT, Cluster
+from fast_batcher._ray.steps import StepCalls
 from fast_batcher._shared_memory.inputs import unpack_layout
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import (
@@ -40,7 +42,10 @@ from fast_batcher.errors import WorkerStartupError
 logger = logging.getLogger("fast_batcher")
 
 # Frames that go with the batch that follows them.
-_AHEAD = frozenset({Kind.CONTEXTS, Kind.METHOD, Kind.INPUTS_FRAGMENT})
+_AHEAD = frozenset({Kind.CONTEXTS, Kind.METHOD, Kind.COST, Kind.INPUTS_FRAGMENT})
+_ORDERS = frozenset(Order)
+# Frames that end the stream of their batch.
+_ENDS = frozenset({Kind.SKIPPED, *Failed})
 # Seconds to wait, after the death of an actor, for the state of its node.
 LOOK_LIMIT = 5.0
 # Most characters of Ray's message about a death.
@@ -54,6 +59,7 @@ class Purpose(Enum):
     PLACE = "place"
     LOAD = "load"
     BATCH = "batch"
+    STEP = "step"
     PING = "ping"
     STOP = "stop"
 
@@ -62,7 +68,7 @@ class Result(NamedTuple):
     """Result of a call."""
 
     purpose: Purpose
-    # -1 for no batch.
+    # -1 for no batch; the number of a step.
     batch_id: int
     # An exception if the call has failed.
     value: Any
@@ -89,6 +95,9 @@ class RayWorker(FrameWorker):
         self._backlog: deque[Reservation | tuple[int, int, bytes]] = deque()
         # Batches that the actor has, oldest first.
         self._open: dict[int, None] = {}
+        # The steps of a `SteppedModel`; and whether the actor stops when its streams have ended.
+        self._steps = StepCalls(self._step_soon) if self.model_spec.is_stepped else None
+        self._stops_later = False
         # Whether `stop` has been answered.
         self._has_stopped = False
         # The first error that tells of the actor's death, and the limit of the wait for its node.
@@ -229,8 +238,13 @@ class RayWorker(FrameWorker):
             with suppress(RuntimeError):  # it is closed
                 loop.call_soon_threadsafe(self._read_results, context=Context())
 
-    def _compute(self, batch_id: int, frames: list[bytes], rows: list[tuple[int, int]]) -> None:
-        """Call the actor with a batch; Ray copies large arguments into the object store."""
+    def _step_soon(self, number: int, frames: list[bytes], rows: list[tuple[int, int]]) -> None:
+        self._cluster.call(lambda: self._compute(number, frames, rows, Purpose.STEP))
+
+    def _compute(
+        self, number: int, frames: list[bytes], rows: list[tuple[int, int]], purpose: Purpose
+    ) -> None:
+        """Call the actor with a batch or a step; Ray copies large arguments into its store."""
         slabs = self._slabs
         buffers = []
         if slabs is not None:
@@ -239,7 +253,8 @@ class RayWorker(FrameWorker):
             except OSError:  # the memory is closed, and the pool ends
                 return
         # Ray pickles no bytes.
-        self._call(Purpose.BATCH, "compute", b"".join(frames), *buffers, batch_id=batch_id)
+        method = "compute" if purpose is Purpose.BATCH else "step"
+        self._call(purpose, method, b"".join(frames), *buffers, batch_id=number)
 
     # Frames to the actor.
 
@@ -255,6 +270,9 @@ class RayWorker(FrameWorker):
             self._cluster.call(lambda: self._call(Purpose.PING, "ping"))
             return
         if kind == Kind.STOP:
+            if self._steps is not None and self._open and self.state is WorkerState.READY:
+                self._stops_later = True
+                return
             self._cluster.call(lambda: self._call(Purpose.STOP, "stop"))
             return
         self._ahead += (pack_header(kind, len(body), batch_id, 0.0), body)
@@ -267,8 +285,12 @@ class RayWorker(FrameWorker):
                 (start, count * unpack_layout(layout).nbytes)
                 for layout, start, count in pickling.loads(body)
             ]
-        self._open[batch_id] = None
-        self._cluster.call(lambda: self._compute(batch_id, frames, rows))
+        if kind not in _ORDERS:
+            self._open[batch_id] = None
+        if self._steps is not None:
+            self._steps.add(frames, rows, batch_id)
+        else:
+            self._cluster.call(lambda: self._compute(batch_id, frames, rows, Purpose.BATCH))
 
     def _skip(self, batch_id: int) -> None:
         if self.is_alive:
@@ -320,22 +342,42 @@ class RayWorker(FrameWorker):
             elif purpose is Purpose.PLACE:
                 if self.state is WorkerState.LOADING:
                     self._take_place(value)
+            elif purpose is Purpose.STEP:
+                self._take_step(batch_id, value)
             else:
-                if purpose is Purpose.STOP:
-                    self._has_stopped = True
-                    self._kill_actor()
-                elif purpose is Purpose.BATCH:
-                    self._open.pop(batch_id, None)
-                    self.leases.pop(batch_id, None)
-                self._read_frames(value)
+                self._take(purpose, batch_id, value)
+
+    def _take(self, purpose: Purpose, batch_id: int, answer: bytes) -> None:
+        if purpose is Purpose.STOP:
+            self._has_stopped = True
+            self._kill_actor()
+        elif purpose is Purpose.BATCH:
+            self._open.pop(batch_id, None)
+            self.leases.pop(batch_id, None)
+        self._read_frames(answer)
+
+    def _take_step(self, number: int, answer: tuple[bytes, bool]) -> None:
+        assert self._steps is not None, "a step was asked for"
+        for frames, streams in self._steps.take(number, answer):
+            for stream in streams:  # the actor has copied their inputs
+                self.leases.pop(stream, None)
+            self._read_frames(frames)
+        if self._stops_later and not self._open:
+            self._stops_later = False
+            self._send_now(Kind.STOP, 0, b"")
 
     def _read_frames(self, answer: bytes) -> None:
         try:
             for frame in split_frames(answer):
                 if frame.kind == Kind.LOG:
                     self._log(frame)
-                else:
-                    self._dispatch(frame)
+                    continue
+                if self._steps is not None and frame.kind in _ENDS:
+                    self._open.pop(frame.batch_id, None)
+                self._dispatch(frame)
+                if frame.kind == Kind.STEP:
+                    for ended in self._step[0][1]:
+                        self._open.pop(ended, None)
         except Exception as error:  # noqa: BLE001  as in `LoopChannel`
             self.kill_on_protocol_error(error)
 

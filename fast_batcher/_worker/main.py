@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fast_batcher._core.values import or_infinite
 from fast_batcher._process import end_descendants, freeze_for_good, monotonic, read_rss
@@ -115,6 +115,9 @@ def _watch_parent() -> None:
         parent.join()
         os._exit(1)
 
+
+if TYPE_CHECKING:
+    from fast_batcher._worker.steps import StepLoop
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -257,12 +260,7 @@ def load_and_serve(port: WorkerPort, progress: WorkerProgress, settings: WorkerS
         copies = settings.copies_outputs or stages.count > 1
         loop = BatchLoop(port, loaded.models, progress, copies=copies)
         if settings.is_stepped:
-            # A worker that needs no steps need not import the module.
-            from fast_batcher._worker.steps import StepLoop
-
-            limits = settings.max_batch_size, or_infinite(settings.max_batch_cost)
-            again = settings.idempotent
-            StepLoop(port, loaded.model, *limits, progress, copies=copies, begins_again=again).run()
+            make_step_loop(port, loaded.model, progress, settings).run()
         elif stages.count > 1:
             StageLoop(loop, port, stages).run()
         else:
@@ -270,6 +268,18 @@ def load_and_serve(port: WorkerPort, progress: WorkerProgress, settings: WorkerS
     finally:
         close_model(loaded.model)
     return 0
+
+
+def make_step_loop(
+    port: WorkerPort, model: Any, progress: WorkerProgress, settings: WorkerSettings
+) -> "StepLoop":
+    """Make the loop of a `SteppedModel`."""
+    # A worker that needs no steps need not import the module.
+    from fast_batcher._worker.steps import StepLoop
+
+    limits = settings.max_batch_size, or_infinite(settings.max_batch_cost)
+    options = {"copies": settings.copies_outputs, "begins_again": settings.idempotent}
+    return StepLoop(port, model, *limits, progress, **options)
 
 
 def close_model(model: Any) -> None:

@@ -88,12 +88,19 @@ class StepLoop:
 
     def run(self) -> None:
         """Step until STOP and the end of all streams, or until the parent closes its end."""
-        while not self._is_fatal and self._receive():
-            self._join()
-            if len(self._states) > len(self._paused):
-                self._step()
-            # The model has dropped the inputs of streams that have ended.
-            self._port.report_freed()
+        while self.advance():
+            pass
+
+    def advance(self) -> bool:
+        """Take what has arrived, and compute a step; False at the end, or if nothing is to do."""
+        if self._is_fatal or not self._receive():
+            return False
+        self._join()
+        if len(self._states) > len(self._paused):
+            self._step()
+        # The model has dropped the inputs of streams that have ended.
+        self._port.report_freed()
+        return True
 
     # Receiving.
 

@@ -159,3 +159,15 @@ class Growing(SteppedModel[Plan, Any]):
     def leave(self, states: list[Any]) -> None:
         for state in states:
             self._live = [left for left in self._live if left is not state]
+
+
+class Sums(SteppedModel[Any, int]):
+    """Gives the sum of an array three times."""
+
+    def join(self, inputs: list[Any]) -> list[Any]:
+        return [[int(value.sum()), 0] for value in inputs]
+
+    def step(self, states: list[Any]) -> list[Any]:
+        for state in states:
+            state[1] += 1
+        return [Done(total) if count == 3 else total for total, count in states]
