@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models.ordinary import Slow
-from models.stepped import Counter, Fixed, Growing, Plan, Refused, Swelling
+from models.stepped import Counter, Crowded, Fixed, Growing, Plan, Refused, Swelling
 from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
@@ -470,6 +470,17 @@ async def test_a_caller_without_chunks_begins_again_when_there_is_memory(
         await stream.aclose()
         assert await task == whole(young)
         assert await live(batcher) == 0
+
+
+@one_loop
+@every_worker
+async def test_few_steps_run_out_of_memory(workers: Any) -> None:
+    """After a failure only as many streams run as fit; one more is tried after four have left."""
+    plans = [Plan(f"p{number}", 3) for number in range(40)]
+    async with DynBatcher(Crowded, workers=workers, max_batch_size=16) as batcher:
+        assert await batcher.process_many(plans) == [*map(whole, plans)]
+        (failures,) = await batcher.process_batched(Plan("failures", 1))
+        assert 1 <= failures <= (16 - 3) + len(plans) / 4
 
 
 @one_loop

@@ -88,6 +88,21 @@ class Counter(SteppedModel[Plan, Any]):
         self.left += len(states)
 
 
+class Crowded(Counter):
+    """A `Counter` with memory for three streams; "failures" asks for the steps that failed."""
+
+    failures = 0
+
+    def step(self, states: list[Any]) -> list[Any]:
+        if len(states) > 3:
+            self.failures += 1
+            raise MemoryError
+        return super().step(states)
+
+    def _count(self, state: Any) -> Any:
+        return Done(self.failures) if state[0].name == "failures" else super()._count(state)
+
+
 class Swelling(Counter):
     """A `Counter` whose streams cost 1 more with each step, whatever they give."""
 
