@@ -113,6 +113,7 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
                 it says that memory has run out, only the youngest stream ends, and the others take
                 the step again: their states must be as they were before the step. The youngest
                 begins again, unless it has chunks, runs alone, or the batcher is not `idempotent`.
+                With `joins_running = False` all fail.
         """
 
     def leave(self, states: list[Any]) -> None:

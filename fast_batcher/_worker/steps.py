@@ -79,6 +79,9 @@ class StepLoop:
         self._heard: set[int] = set()
         # No newcomer joins before a stream has left, because one has made room for others.
         self._is_full = False
+        # Streams that fit into memory, as far as is known, and the streams that have left since
+        # then. One more is tried when as many have left as fit.
+        self._fitting, self._left = most, 0
         # STOP has come: the streams that are here are finished.
         self._is_stopping = False
         # Whether the last step has lost the device.
@@ -125,7 +128,8 @@ class StepLoop:
         """Return how many newcomers may join now."""
         if self._states and (self._is_full or not self._model.joins_running):
             return 0
-        count = min(self._most - len(self._states), len(self._newcomers))
+        places = min(self._most, self._fitting) - len(self._states)
+        count = min(places, len(self._newcomers))
         if count and self._most_cost < inf:
             cost = self._sum_costs()
             for joining, found in enumerate(islice(self._newcomers, count)):
@@ -176,6 +180,9 @@ class StepLoop:
         if not states:
             return
         self._is_full = False
+        self._left += len(states)
+        if self._left > self._fitting:
+            self._fitting, self._left = self._fitting + 1, 0
         try:
             self._model.leave(states)
         except BaseException:
@@ -276,6 +283,7 @@ class StepLoop:
             # A generator that has raised cannot be tried again.
             if how is Failed.OUT_OF_MEMORY and len(running) > 1 and self._model.joins_running:
                 self._evict(running[-1], failure)
+                self._fitting, self._left = len(self._states), 0
             else:
                 self._fail_all(running, how, failure)
             return

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models.ordinary import Slow
-from models.stepped import Counter, Fixed, Growing, Plan, Refused
+from models.stepped import Counter, Crowded, Fixed, Growing, Plan, Refused, Swelling
 from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
@@ -374,6 +374,60 @@ async def test_closing_ends_streams_that_have_no_end(workers: Any) -> None:
 
 
 @one_loop
+@every_worker
+async def test_each_read_of_a_paused_stream_renews_its_deadline(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS), timeout=LIMIT)
+        await until(lambda: stream._queue.is_paused)
+        for count in range(1, 4):
+            before = stream._request.deadline
+            assert await anext(stream) == f"long:{count}"
+            assert stream._queue.is_paused
+            assert stream._request.deadline > before
+        await stream.aclose()
+
+
+@one_loop
+@every_worker
+async def test_a_stream_without_a_further_chunk_in_time_fails_and_leaves(workers: Any) -> None:
+    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+        chunk, error = await read(batcher, Plan("s", ENDLESS, 1, "silent"), timeout=2.0)
+        assert chunk == "s:1"
+        assert isinstance(error, DeadlineExceededError)
+        assert "no further chunk" in str(error)
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_worker
+@pytest.mark.parametrize(("what", "at"), [("fatal", 3), ("fatal join", 0)])
+async def test_a_lost_device_ends_the_loop_and_leaves_no_stream_waiting(
+    what: str, at: int, workers: Any
+) -> None:
+    """Neither a paused one, whose chunks come before the error, nor one without a place."""
+    options: dict[str, Any] = {"workers": workers, "max_batch_size": 2, "model_args": (0.001,)}
+    async with DynBatcher(Counter, **options) as batcher:
+        names = [one for one in threading.enumerate() if "worker-Counter" in one.name]
+        paused = await batcher.stream(Plan("paused", ENDLESS))
+        await until(lambda: paused._queue.is_paused)
+        culprit = asyncio.create_task(read(batcher, Plan("f", 9, at, what)))
+        waiting = [asyncio.create_task(read(batcher, Plan(f"p{n}", 2))) for n in range(3)]
+        *chunks, error = await culprit
+        assert len(chunks) == max(0, at - 1)
+        assert "device-side assert" in str(error)
+        for number, task in enumerate(waiting):
+            assert await task == whole(Plan(f"p{number}", 2))
+        unread = len(paused._queue.chunks)
+        for count in range(1, unread + 1):
+            assert await anext(paused) == f"paused:{count}"
+        with pytest.raises(WorkerLostError):
+            await anext(paused)
+        assert batcher.stats.restarts == 1
+        for one in names:
+            await asyncio.to_thread(one.join)
+
+
+@one_loop
 async def test_a_lost_device_fails_all_streams_of_the_step() -> None:
     async with DynBatcher(Counter, model_args=(0.001,)) as batcher:
         streams = [await batcher.stream(Plan(f"p{number}", ENDLESS)) for number in range(3)]
@@ -416,6 +470,17 @@ async def test_a_caller_without_chunks_begins_again_when_there_is_memory(
         await stream.aclose()
         assert await task == whole(young)
         assert await live(batcher) == 0
+
+
+@one_loop
+@every_worker
+async def test_few_steps_run_out_of_memory(workers: Any) -> None:
+    """After a failure only as many streams run as fit; one more is tried after four have left."""
+    plans = [Plan(f"p{number}", 3) for number in range(40)]
+    async with DynBatcher(Crowded, workers=workers, max_batch_size=16) as batcher:
+        assert await batcher.process_many(plans) == [*map(whole, plans)]
+        (failures,) = await batcher.process_batched(Plan("failures", 1))
+        assert 1 <= failures <= (16 - 3) + len(plans) / 4
 
 
 @one_loop
@@ -703,12 +768,14 @@ async def _collect(batcher: Any, plan: Plan, got: list[Any], is_slow: bool) -> N
 
 
 @one_loop
+@pytest.mark.parametrize("model", [Counter, Swelling])
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-async def test_random_schedules(kind: Any) -> None:
+async def test_random_schedules(kind: Any, model: Any) -> None:
     """In each of many schedules every stream gets exactly its chunks, in order, or its error."""
     rounds = int(os.environ.get("STREAM_ROUNDS", "50"))
+    costs: Any = {"cost": lambda _: 1, "max_batch_cost": 30} if model is Swelling else {}
     with BatcherKit(kind) as kit:
-        async with DynBatcher(Counter, max_batch_size=6) as batcher:
+        async with DynBatcher(model, max_batch_size=6, **costs) as batcher:
             for seed in range(rounds):
                 rng = random.Random(seed)
                 callers = [

@@ -24,6 +24,7 @@ class Refused(Exception):
     """A plan's error."""
 
 
+LOST_DEVICE = "CUDA error: device-side assert triggered"
 # What a plan does, and whether it has company.
 OUT_OF_MEMORY = {("memory", False), ("memory", True), ("oom", True)}
 
@@ -31,10 +32,10 @@ OUT_OF_MEMORY = {("memory", False), ("memory", True), ("oom", True)}
 class Counter(SteppedModel[Plan, Any]):
     """Counts the steps of each plan: the chunks are "name:1", "name:2" and so on.
 
-    A plan may refuse to join ("join"); fail alone ("fail") or with all others ("raise"), also for
-    good ("fatal"); run out of memory ("memory"), or only beside others ("oom"); give an
-    unpicklable ("lambda") or no chunk ("none"); give no chunk after this one ("silent"); kill the
-    worker ("kill"); or end without a last chunk ("end").
+    A plan may refuse to join ("join"), also for good ("fatal join"); fail alone ("fail") or with
+    all others ("raise"), also for good ("fatal"); run out of memory ("memory"), or only beside
+    others ("oom"); give an unpicklable ("lambda") or no chunk ("none"); give no chunk after this
+    one ("silent"); kill the worker ("kill"); or end without a last chunk ("end").
     """
 
     def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
@@ -45,6 +46,8 @@ class Counter(SteppedModel[Plan, Any]):
     def join(self, inputs: list[Plan]) -> list[Any]:
         if any(plan.what == "join" for plan in inputs):
             raise Refused("not this one")
+        if any(plan.what == "fatal join" for plan in inputs):
+            raise RuntimeError(LOST_DEVICE)
         if any(plan.what == "kill" and not plan.at for plan in inputs):
             os.kill(os.getpid(), signal.SIGKILL)
         self.joined += len(inputs)
@@ -74,7 +77,7 @@ class Counter(SteppedModel[Plan, Any]):
         if plan.what == "raise":
             raise Refused(plan.name)
         if plan.what == "fatal":
-            raise RuntimeError("CUDA error: device-side assert triggered")
+            raise RuntimeError(LOST_DEVICE)
         if plan.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         outcomes = {"fail": Refused(plan.name), "end": Done(), "lambda": lambda: None, "none": None}
@@ -83,6 +86,29 @@ class Counter(SteppedModel[Plan, Any]):
 
     def leave(self, states: list[Any]) -> None:
         self.left += len(states)
+
+
+class Crowded(Counter):
+    """A `Counter` with memory for three streams; "failures" asks for the steps that failed."""
+
+    failures = 0
+
+    def step(self, states: list[Any]) -> list[Any]:
+        if len(states) > 3:
+            self.failures += 1
+            raise MemoryError
+        return super().step(states)
+
+    def _count(self, state: Any) -> Any:
+        return Done(self.failures) if state[0].name == "failures" else super()._count(state)
+
+
+class Swelling(Counter):
+    """A `Counter` whose streams cost 1 more with each step, whatever they give."""
+
+    def step(self, states: list[Any]) -> list[Any]:
+        outcomes = super().step(states)
+        return [Grow(count, outcome) for (_, count), outcome in zip(states, outcomes, strict=True)]
 
 
 class Fixed(StreamedModel[Plan, str]):
