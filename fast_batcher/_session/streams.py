@@ -28,31 +28,27 @@ class ChunkSink:
     def __init__(self, most: int = MOST_BUFFERED) -> None:
         self._most = most
         self._unread = 0
-        # Called when chunks are read while the stream is paused, with True to resume it; None
-        # unless it is paused.
+        # Whether the stream waits for its reader.
+        self.is_paused = False
+        # Called when chunks are read while the stream is paused, with True to resume it.
         self._on_read: Callable[[bool], None] | None = None
 
     def put(self, chunk: Any) -> bool:
         """Add a chunk; return whether the stream is to pause."""
         self._unread += 1
         self._add(chunk)
-        return self._unread >= self._most and self._on_read is None
+        return self._unread >= self._most and not self.is_paused
 
     def _add(self, chunk: Any) -> None:
         raise NotImplementedError
 
     def pause(self, on_read: Callable[[bool], None]) -> None:
         """Note that the stream is paused until half of the chunks were read."""
-        self._on_read = on_read
+        self.is_paused, self._on_read = True, on_read
 
     def watch(self, on_read: Callable[[bool], None]) -> None:
         """Report each chunk that is read: a host counts them, and pauses the stream."""
         self._most, self._on_read = -1, on_read
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the stream waits for its reader."""
-        return self._on_read is not None
 
     def note_read(self, count: int) -> None:
         """Note that chunks were read."""
@@ -61,7 +57,7 @@ class ChunkSink:
         if on_read is not None:
             resumes = self._unread <= self._most // 2
             if resumes:
-                self._on_read = None
+                self.is_paused, self._on_read = False, None
             on_read(resumes)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from models.ordinary import Slow
 from models.stepped import Counter, Crowded, Fixed, Growing, Plan, Refused, Swelling
+from sessions import host_of
 from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
@@ -28,15 +29,22 @@ from fast_batcher import (
     QueueFullError,
     SlowReaderError,
     SteppedModel,
+    Stream,
     StreamedModel,
     WorkerLostError,
 )
+from fast_batcher._session.streams import MOST_BUFFERED
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit, WorkerKind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-every_worker = pytest.mark.parametrize("workers", ["threads", "processes"])
+PLACES: dict[str, dict[str, Any]] = {
+    "threads": {"workers": "threads"},
+    "processes": {},
+    "shared": {"shared": True},
+}
+every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 # Longer than any test.
 ENDLESS = 10**9
@@ -57,6 +65,11 @@ def whole(plan: Plan) -> list[str]:
     return [f"{plan.name}:{count}" for count in range(1, plan.length + 1)]
 
 
+def is_full(stream: Stream[Any]) -> bool:
+    """Return whether a stream has as many unread chunks as make it pause."""
+    return len(stream._queue.chunks) >= MOST_BUFFERED
+
+
 async def live(batcher: DynBatcher[Plan, list[Any]]) -> int:
     """Return the number of streams in the worker, besides the one that asks."""
     (balance,) = await batcher.process_batched(Plan("balance", 1))
@@ -64,30 +77,30 @@ async def live(batcher: DynBatcher[Plan, list[Any]]) -> int:
 
 
 @both_loops
-@every_worker
-async def test_streams_join_and_leave_between_steps(workers: Any) -> None:
+@every_place
+async def test_streams_join_and_leave_between_steps(place: Any) -> None:
     plans = [Plan(f"p{number}", 1 + number % 9) for number in range(40)]
-    async with DynBatcher(Counter, workers=workers, max_batch_size=4) as batcher:
+    async with DynBatcher(Counter, **place, max_batch_size=4) as batcher:
         assert await asyncio.gather(*[read(batcher, plan) for plan in plans]) == [
             *map(whole, plans)
         ]
+        await until(lambda: batcher.stats.completed == len(plans))
         stats = assert_balance(batcher)
-    assert stats.completed == len(plans)
     assert max(stats.batch_sizes) <= 4
 
 
 @one_loop
-@every_worker
-async def test_a_call_for_whole_answers_gets_all_chunks(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers) as batcher:
+@every_place
+async def test_a_call_for_whole_answers_gets_all_chunks(place: Any) -> None:
+    async with DynBatcher(Counter, **place) as batcher:
         assert await batcher.process_batched(Plan("a", 3)) == ["a:1", "a:2", "a:3"]
         assert await batcher.process_many([Plan("b", 1), Plan("c", 2)]) == [["b:1"], ["c:1", "c:2"]]
 
 
 @one_loop
-@every_worker
-async def test_none_is_no_chunk_and_done_alone_is_an_end(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers) as batcher:
+@every_place
+async def test_none_is_no_chunk_and_done_alone_is_an_end(place: Any) -> None:
+    async with DynBatcher(Counter, **place) as batcher:
         assert await read(batcher, Plan("n", 3, 2, "none")) == ["n:1", "n:3"]
         assert await read(batcher, Plan("e", 9, 2, "end")) == ["e:1"]
         assert await read(batcher, Plan("e", 9, 1, "end")) == []
@@ -109,9 +122,9 @@ async def test_a_faulty_stream_fails_alone(what: str, at: int) -> None:
 
 
 @one_loop
-@every_worker
-async def test_a_step_that_raises_ends_the_streams_of_that_step(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+@every_place
+async def test_a_step_that_raises_ends_the_streams_of_that_step(place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         other = asyncio.create_task(_exhaust(await batcher.stream(Plan("long", ENDLESS))))
         *_, refused = await read(batcher, Plan("r", 9, 3, "raise"))
         assert isinstance(refused, Refused)
@@ -121,10 +134,10 @@ async def test_a_step_that_raises_ends_the_streams_of_that_step(workers: Any) ->
 
 
 @one_loop
-@every_worker
+@every_place
 @pytest.mark.parametrize("way", ["close", "drop", "cancel", "with"])
-async def test_a_caller_that_goes_leaves_the_next_step(way: str, workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+async def test_a_caller_that_goes_leaves_the_next_step(way: str, place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("long", ENDLESS))
         assert await anext(stream) == "long:1"
         if way == "close":
@@ -157,9 +170,9 @@ async def test_a_stream_has_one_reader() -> None:
         await reader  # closing ends the iteration of another task
 
 
-@every_worker
-def test_a_stream_can_be_closed_after_its_loop(workers: Any) -> None:
-    batcher = DynBatcher(Counter, workers=workers, model_args=(0.001,))
+@every_place
+def test_a_stream_can_be_closed_after_its_loop(place: Any) -> None:
+    batcher = DynBatcher(Counter, **place, model_args=(0.001,))
 
     async def begin() -> Any:
         return await batcher.stream(Plan("long", ENDLESS))
@@ -174,17 +187,18 @@ def test_a_stream_can_be_closed_after_its_loop(workers: Any) -> None:
     assert_balance(batcher)
 
 
-async def _exhaust(stream: Any) -> None:
-    async for _ in stream:
-        pass
+async def _exhaust(stream: Any, chunks: list[Any] | None = None) -> None:
+    async for chunk in stream:
+        if chunks is not None:
+            chunks.append(chunk)
 
 
 @one_loop
-@every_worker
-async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, timeout=LIMIT, model_args=(0.001,)) as batcher:
+@every_place
+async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(place: Any) -> None:
+    async with DynBatcher(Counter, **place, timeout=LIMIT, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("long", 3000))
-        await until(lambda: stream._queue.is_paused)
+        await until(lambda: is_full(stream))
         # Others are not hindered.
         assert await read(batcher, Plan("p", 3)) == ["p:1", "p:2", "p:3"]
         assert len(stream._queue.chunks) < 2000
@@ -192,12 +206,12 @@ async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(workers: Any) 
 
 
 @one_loop
-@every_worker
-async def test_infer_timeout_does_not_end_a_paused_worker(workers: Any) -> None:
-    options: dict[str, Any] = {"timeout": LIMIT, "infer_timeout": 2.0, "workers": workers}
+@every_place
+async def test_infer_timeout_does_not_end_a_paused_worker(place: Any) -> None:
+    options: dict[str, Any] = {"timeout": LIMIT, "infer_timeout": 2.0, **place}
     async with DynBatcher(Counter, model_args=(0.001,), **options) as batcher:
         stream = await batcher.stream(Plan("long", 2000))
-        await until(lambda: stream._queue.is_paused)
+        await until(lambda: is_full(stream))
         async with DynBatcher(Counter, workers="threads", model_args=(3.0,)) as clock:
             await clock.process_batched(Plan("three seconds", 1))
         assert [chunk async for chunk in stream] == whole(Plan("long", 2000))
@@ -205,9 +219,9 @@ async def test_infer_timeout_does_not_end_a_paused_worker(workers: Any) -> None:
 
 
 @one_loop
-@every_worker
-async def test_a_stream_that_is_not_read_fails(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers) as batcher:
+@every_place
+async def test_a_stream_that_is_not_read_fails(place: Any) -> None:
+    async with DynBatcher(Counter, **place) as batcher:
         stream = await batcher.stream(Plan("long", ENDLESS), timeout=2.0)
         await until(lambda: batcher.stats.expired == 1)
         assert await live(batcher) == 0
@@ -216,11 +230,11 @@ async def test_a_stream_that_is_not_read_fails(workers: Any) -> None:
 
 
 @one_loop
-@every_worker
-async def test_the_timeout_is_that_of_the_next_chunk(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.08,)) as batcher:
+@every_place
+async def test_the_timeout_is_that_of_the_next_chunk(place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.08,)) as batcher:
         assert len(await read(batcher, Plan("p", 60), timeout=4.0)) == 60
-    async with DynBatcher(Counter, workers=workers, model_args=(1.0,)) as batcher:
+    async with DynBatcher(Counter, **place, model_args=(1.0,)) as batcher:
         with pytest.raises(DeadlineExceededError):
             await batcher.stream(Plan("p", 9), timeout=0.5)
 
@@ -255,9 +269,9 @@ async def test_a_poisonous_request_fails_alone_if_others_have_no_chunk() -> None
 
 
 @one_loop
-@every_worker
-async def test_draining_and_reloading_finish_streams(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.002,)) as batcher:
+@every_place
+async def test_draining_and_reloading_finish_streams(place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.002,)) as batcher:
         stream = await batcher.stream(Plan("p", 200))
         await batcher.reload()
         assert await read(batcher, Plan("q", 2)) == ["q:1", "q:2"]
@@ -286,10 +300,10 @@ async def test_errors_before_the_first_chunk_come_from_the_call() -> None:
 
 
 @one_loop
-@every_worker
-async def test_a_stream_that_would_wait_too_long_for_a_place_is_rejected(workers: Any) -> None:
+@every_place
+async def test_a_stream_that_would_wait_too_long_for_a_place_is_rejected(place: Any) -> None:
     options: dict[str, Any] = {"max_batch_size": 1, "model_args": (0.1,), "max_latency": 0.001}
-    async with DynBatcher(Counter, workers=workers, **options) as batcher:
+    async with DynBatcher(Counter, **place, **options) as batcher:
         assert len(await read(batcher, Plan("known", 30))) == 30
         stream = await batcher.stream(Plan("long", ENDLESS))
         with pytest.raises(DeadlineExceededError, match="the first chunk would take") as caught:
@@ -314,21 +328,21 @@ def names(chunks: list[Any]) -> list[Any]:
 
 
 @one_loop
-@every_worker
-async def test_a_refused_fixed_batch_is_computed_one_by_one(workers: Any) -> None:
+@every_place
+async def test_a_refused_fixed_batch_is_computed_one_by_one(place: Any) -> None:
     plans = [Plan("a", 3), Plan("b", 3, 0, "join"), Plan("c", 2), Plan("d", 4)]
-    async with DynBatcher(Fixed, workers=workers, max_batch_size=4) as batcher:
+    async with DynBatcher(Fixed, **place, max_batch_size=4) as batcher:
         outcomes = await asyncio.gather(*[read(batcher, plan) for plan in plans])
     assert [*map(names, outcomes)] == [whole(plans[0]), [Refused], *map(whole, plans[2:])]
 
 
 @one_loop
-@every_worker
+@every_place
 @pytest.mark.parametrize("what", ["", "raise"])
-async def test_a_slow_reader_of_a_fixed_batch_misses_nothing(what: str, workers: Any) -> None:
+async def test_a_slow_reader_of_a_fixed_batch_misses_nothing(what: str, place: Any) -> None:
     """Neither the chunks before the end, nor the error behind them."""
     slow, quick = Plan("slow", 4000, 3000, what), Plan("quick", 2500)
-    options: dict[str, Any] = {"workers": workers, "timeout": LIMIT, "model_args": (0.0002,)}
+    options: dict[str, Any] = {**place, "timeout": LIMIT, "model_args": (0.0002,)}
     async with DynBatcher(Fixed, **options) as batcher:
         # Both wait in the worker for its end, and are one batch.
         before = await batcher.stream(Plan("before", ENDLESS))
@@ -349,24 +363,24 @@ async def test_a_slow_reader_of_a_fixed_batch_misses_nothing(what: str, workers:
 
 
 @one_loop
-@every_worker
-async def test_a_generator_ends_with_its_last_stream(workers: Any) -> None:
-    async with DynBatcher(Fixed, workers=workers, model_args=(0.001,)) as batcher:
+@every_place
+async def test_a_generator_ends_with_its_last_stream(place: Any) -> None:
+    async with DynBatcher(Fixed, **place, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("long", ENDLESS))
         await stream.aclose()
         assert await live(batcher) == 0
 
 
 @one_loop
-@every_worker
-async def test_closing_ends_streams_that_have_no_end(workers: Any) -> None:
+@every_place
+async def test_closing_ends_streams_that_have_no_end(place: Any) -> None:
     """The model's `leave` and `close` are called; the workers are not killed."""
-    options: dict[str, Any] = {"drain_timeout": 0.1, "stop_timeout": LIMIT, "workers": workers}
+    options: dict[str, Any] = {"drain_timeout": 0.1, "stop_timeout": LIMIT, **place}
     async with DynBatcher(Counter, model_args=(0.001,), **options) as batcher:
         running = await batcher.stream(Plan("long", ENDLESS))
         paused = await batcher.stream(Plan("paused", ENDLESS))
         reading = asyncio.create_task(_exhaust(running))
-        await until(lambda: paused._queue.is_paused)
+        await until(lambda: is_full(paused))
         await asyncio.wait_for(batcher.aclose(), LIMIT / 2)
         for ended in (reading, asyncio.create_task(_exhaust(paused))):
             with pytest.raises(BatcherClosedError):
@@ -374,11 +388,11 @@ async def test_closing_ends_streams_that_have_no_end(workers: Any) -> None:
 
 
 @one_loop
-@every_worker
-async def test_each_read_of_a_paused_stream_renews_its_deadline(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+@pytest.mark.parametrize("place", [PLACES["threads"], PLACES["processes"]], ids=str)
+async def test_each_read_of_a_paused_stream_renews_its_deadline(place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("long", ENDLESS), timeout=LIMIT)
-        await until(lambda: stream._queue.is_paused)
+        await until(lambda: is_full(stream))
         for count in range(1, 4):
             before = stream._request.deadline
             assert await anext(stream) == f"long:{count}"
@@ -388,9 +402,9 @@ async def test_each_read_of_a_paused_stream_renews_its_deadline(workers: Any) ->
 
 
 @one_loop
-@every_worker
-async def test_a_stream_without_a_further_chunk_in_time_fails_and_leaves(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+@every_place
+async def test_a_stream_without_a_further_chunk_in_time_fails_and_leaves(place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         chunk, error = await read(batcher, Plan("s", ENDLESS, 1, "silent"), timeout=2.0)
         assert chunk == "s:1"
         assert isinstance(error, DeadlineExceededError)
@@ -399,17 +413,17 @@ async def test_a_stream_without_a_further_chunk_in_time_fails_and_leaves(workers
 
 
 @one_loop
-@every_worker
+@every_place
 @pytest.mark.parametrize(("what", "at"), [("fatal", 3), ("fatal join", 0)])
 async def test_a_lost_device_ends_the_loop_and_leaves_no_stream_waiting(
-    what: str, at: int, workers: Any
+    what: str, at: int, place: Any
 ) -> None:
     """Neither a paused one, whose chunks come before the error, nor one without a place."""
-    options: dict[str, Any] = {"workers": workers, "max_batch_size": 2, "model_args": (0.001,)}
+    options: dict[str, Any] = {**place, "max_batch_size": 2, "model_args": (0.001,)}
     async with DynBatcher(Counter, **options) as batcher:
         names = [one for one in threading.enumerate() if "worker-Counter" in one.name]
         paused = await batcher.stream(Plan("paused", ENDLESS))
-        await until(lambda: paused._queue.is_paused)
+        await until(lambda: is_full(paused))
         culprit = asyncio.create_task(read(batcher, Plan("f", 9, at, what)))
         waiting = [asyncio.create_task(read(batcher, Plan(f"p{n}", 2))) for n in range(3)]
         *chunks, error = await culprit
@@ -422,7 +436,7 @@ async def test_a_lost_device_ends_the_loop_and_leaves_no_stream_waiting(
             assert await anext(paused) == f"paused:{count}"
         with pytest.raises(WorkerLostError):
             await anext(paused)
-        assert batcher.stats.restarts == 1
+        await until(lambda: batcher.stats.restarts == 1)
         for one in names:
             await asyncio.to_thread(one.join)
 
@@ -441,9 +455,9 @@ async def test_a_lost_device_fails_all_streams_of_the_step() -> None:
 
 
 @one_loop
-@every_worker
-async def test_a_step_without_memory_ends_its_youngest_stream_alone(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+@every_place
+async def test_a_step_without_memory_ends_its_youngest_stream_alone(place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("old", 50))
         *chunks, error = await read(batcher, Plan("young", 9, 3, "oom"))
         assert chunks == ["young:1", "young:2"]
@@ -453,12 +467,12 @@ async def test_a_step_without_memory_ends_its_youngest_stream_alone(workers: Any
 
 
 @one_loop
-@every_worker
+@every_place
 @pytest.mark.parametrize("is_whole", [False, True])
 async def test_a_caller_without_chunks_begins_again_when_there_is_memory(
-    workers: Any, *, is_whole: bool
+    place: Any, *, is_whole: bool
 ) -> None:
-    async with DynBatcher(Counter, workers=workers, model_args=(0.001,)) as batcher:
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("old", ENDLESS))
         young = Plan("young", 3, 3 if is_whole else 1, "oom")
         call = batcher.process_batched(young) if is_whole else read(batcher, young)
@@ -473,11 +487,11 @@ async def test_a_caller_without_chunks_begins_again_when_there_is_memory(
 
 
 @one_loop
-@every_worker
-async def test_few_steps_run_out_of_memory(workers: Any) -> None:
+@every_place
+async def test_few_steps_run_out_of_memory(place: Any) -> None:
     """After a failure only as many streams run as fit; one more is tried after four have left."""
     plans = [Plan(f"p{number}", 3) for number in range(40)]
-    async with DynBatcher(Crowded, workers=workers, max_batch_size=16) as batcher:
+    async with DynBatcher(Crowded, **place, max_batch_size=16) as batcher:
         assert await batcher.process_many(plans) == [*map(whole, plans)]
         (failures,) = await batcher.process_batched(Plan("failures", 1))
         assert 1 <= failures <= (16 - 3) + len(plans) / 4
@@ -513,13 +527,14 @@ async def test_a_fixed_batch_without_memory_fails() -> None:
 
 
 @one_loop
-@every_worker
-async def test_streams_join_by_their_costs(workers: Any) -> None:
+@every_place
+async def test_streams_join_by_their_costs(place: Any) -> None:
     options: dict[str, Any] = {"cost": lambda plan: plan.length, "max_batch_cost": 8}
-    async with DynBatcher(Counter, workers=workers, **options) as batcher:
+    async with DynBatcher(Counter, **place, **options) as batcher:
         plans = [Plan(f"p{number}", 4) for number in range(9)] + [Plan("alone", 20)]
         chunks = await asyncio.gather(*[read(batcher, plan) for plan in plans])
         assert chunks == [*map(whole, plans)]
+        await until(lambda: batcher.stats.completed == len(plans))
         assert max(batcher.stats.batch_sizes) == 2
 
 
@@ -528,11 +543,11 @@ def _growing(most: int, **options: Any) -> DynBatcher[Plan, list[Any]]:
 
 
 @one_loop
-@every_worker
+@every_place
 @pytest.mark.parametrize("length", [5, 20, 40])
-async def test_streams_that_grow_wait_for_others(length: int, workers: Any) -> None:
+async def test_streams_that_grow_wait_for_others(length: int, place: Any) -> None:
     """Also those that are too large even alone."""
-    async with _growing(20, workers=workers) as batcher:
+    async with _growing(20, **place) as batcher:
         plans = [Plan(f"p{number}", length) for number in range(9)]
         chunks = await asyncio.gather(*[read(batcher, plan) for plan in plans])
         assert chunks == [*map(whole, plans)]
@@ -543,12 +558,12 @@ async def test_streams_that_grow_wait_for_others(length: int, workers: Any) -> N
 
 
 @one_loop
-@every_worker
+@every_place
 @pytest.mark.parametrize("idempotent", [False, True])
 async def test_streams_without_chunks_make_room_for_older_ones(
-    *, idempotent: bool, workers: Any
+    *, idempotent: bool, place: Any
 ) -> None:
-    async with _growing(20, workers=workers, idempotent=idempotent) as batcher:
+    async with _growing(20, **place, idempotent=idempotent) as batcher:
         plans = [Plan(f"p{number}", 12, 0, "quiet") for number in range(6)]
         chunks = await asyncio.gather(*[read(batcher, plan) for plan in plans])
         assert chunks == [[whole(plan)[-1]] for plan in plans]
@@ -607,9 +622,9 @@ def test_a_streamed_model_without_a_generator_is_told() -> None:
 
 
 @one_loop
-@every_worker
-async def test_a_fixed_batch_is_streamed_by_the_same_loop(workers: Any) -> None:
-    async with DynBatcher(Fixed, workers=workers, max_batch_size=4) as batcher:
+@every_place
+async def test_a_fixed_batch_is_streamed_by_the_same_loop(place: Any) -> None:
+    async with DynBatcher(Fixed, **place, max_batch_size=4) as batcher:
         plans = [Plan(f"p{number}", 1 + number) for number in range(9)]
         for plan, chunks in zip(
             plans, await asyncio.gather(*[read(batcher, plan) for plan in plans]), strict=True
@@ -666,9 +681,9 @@ async def test_the_kit_without_timeouts_has_none_between_chunks() -> None:
 
 
 @one_loop
-@every_worker
-async def test_a_thread_that_is_no_event_loops_gets_whole_answers(workers: Any) -> None:
-    async with DynBatcher(Counter, workers=workers) as batcher:
+@every_place
+async def test_a_thread_that_is_no_event_loops_gets_whole_answers(place: Any) -> None:
+    async with DynBatcher(Counter, **place) as batcher:
         assert await asyncio.wrap_future(batcher.submit(Plan("p", 3))) == whole(Plan("p", 3))
 
 
@@ -684,10 +699,10 @@ async def test_a_step_of_a_thread_that_takes_too_long_ends_its_streams() -> None
             await asyncio.to_thread(one.join)
 
 
-@every_worker
-def test_streams_end_with_their_event_loop(workers: Any) -> None:
+@every_place
+def test_streams_end_with_their_event_loop(place: Any) -> None:
     """The next loop has a session of its own; a stream of the first is not of it."""
-    batcher = DynBatcher(Counter, workers=workers, model_args=(0.001,))
+    batcher = DynBatcher(Counter, **place, model_args=(0.001,))
     streams: list[Any] = []
 
     async def begin() -> None:
@@ -786,6 +801,36 @@ async def test_random_schedules(kind: Any, model: Any) -> None:
             await until(lambda: batcher.stats.running == 0)
             assert await live(batcher) == 0
             assert_balance(batcher)
+
+
+@one_loop
+async def test_random_schedules_of_a_shared_batcher() -> None:
+    rounds = int(os.environ.get("STREAM_ROUNDS", "50"))
+    async with DynBatcher(Counter, shared=True, max_batch_size=6) as batcher:
+        for seed in range(rounds):
+            rng = random.Random(seed)
+            callers = rng.randint(1, 25)
+            await asyncio.gather(*[act(batcher, rng, f"s{seed}.{at}") for at in range(callers)])
+        assert await live(batcher) == 0
+        await until(lambda: batcher.stats.running == 0)
+        assert_balance(batcher)
+
+
+@one_loop
+async def test_streams_of_a_dead_host() -> None:
+    """A stream with chunks ends with an error behind them; a whole answer begins again."""
+    async with DynBatcher(Counter, shared=True, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS))
+        chunks = [await anext(stream)]
+        answer = asyncio.create_task(batcher.process_batched(Plan("w", 500)))
+        await until(lambda: len(stream._queue.chunks) > 100)
+        os.kill(host_of(batcher), signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            await _exhaust(stream, chunks)
+        assert len(chunks) > 100
+        assert chunks == whole(Plan("long", len(chunks)))
+        assert await answer == whole(Plan("w", 500))
+        assert await read(batcher, Plan("p", 2)) == ["p:1", "p:2"]
 
 
 @one_loop
