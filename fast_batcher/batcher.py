@@ -25,6 +25,7 @@ from contextlib import (
     suppress,
 )
 from contextvars import Context
+from dataclasses import replace
 from secrets import token_hex
 from threading import get_ident
 from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
@@ -874,8 +875,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         return self._live.current
 
     def _check_model(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> ModelSpec:
-        most, in_threads = self._settings.max_frame_bytes, self._settings.workers == "threads"
-        return check_model(self._model_class, args, kwargs, most, in_threads=in_threads)
+        settings, model = self._settings, self._model_class
+        most, in_threads = settings.max_frame_bytes, settings.workers == "threads"
+        spec = check_model(model, args, kwargs, most, in_threads=in_threads)
+        return replace(spec, is_stepped=True) if settings.stepped else spec
 
     def _make_settings(self, values: dict[str, Any], general: dict[str, Any]) -> Settings:
         """Make the settings, with those options for all batchers that fit this one."""

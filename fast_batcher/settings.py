@@ -71,6 +71,7 @@ class BatcherOptions(TypedDict, total=False):
     cache: Cache | None
     key: Callable[[Any], Hashable] | None
     workers: "RemoteWorkers | WorkerKind | None"
+    stepped: bool
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -453,6 +454,9 @@ class Settings:
         Range('`"processes"`, `"threads"` or `RayWorkers`', _check_workers),
         "Whether workers are processes, threads of this process, or actors of a Ray cluster.",
     ] = None
+    stepped: Annotated[
+        bool, SWITCH, "Whether a model that is named by a text is a `SteppedModel`."
+    ] = False
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
@@ -650,8 +654,6 @@ def reject_for_stepped(settings: "Settings", changes: Collection[str] = ()) -> N
         for name, remedy in _NOT_FOR_STREAMS.items()
         if getattr(settings, name) != OPTIONS[name].default
     }
-    if isinstance(settings.num_workers, tuple):
-        refused["num_workers"] = "the backlog of streams is not predicted; give one number"
     if "max_batch_size" in changes:
         refused["max_batch_size"] = "a worker keeps its places; close the batcher and open another"
     for name, remedy in refused.items():

@@ -537,14 +537,19 @@ class Scheduler:
         return any(method.size_cap.is_watching for method in self._methods.all)
 
     def seconds_of_backlog(self, now: float) -> float | None:
-        """Predict the seconds in which the ready workers answer everything; None if unknown."""
+        """Predict the seconds in which the ready workers answer everything; None if unknown.
+
+        For a model that answers in steps: the seconds until the next stream has a place.
+        """
+        if self._is_stepped:
+            return self._stream_times.predict(now)(self.queue.size)
         slots = [slot for slot in self.workers.assignable if not slot.is_stalled]
         return self._times.seconds_of_backlog(now, slots, self.queue.size, self.queue.cost)
 
     @property
     def full_batch(self) -> tuple[float, int] | None:
         """Predicted seconds of a full batch, and its size; None if unknown."""
-        return self._times.full_batch
+        return self._stream_times.pace if self._is_stepped else self._times.full_batch
 
     def learn_times(self) -> None:
         """Learn the times of batches from now on, whatever the policy and the limits need."""

@@ -34,6 +34,12 @@ class StreamTimes:
             if len(slot.batches) > self._places:
                 slot.batches[self._places].began_at = now
 
+    @property
+    def pace(self) -> tuple[float, int] | None:
+        """Seconds between the ends of two streams of a busy worker, and 1; None if unknown."""
+        lengths = sorted(self._lengths)
+        return (lengths[len(lengths) // 2] / self._places, 1) if lengths else None
+
     def predict(self, now: float) -> Callable[[int], float]:
         """Return a function from a number of requests to the seconds until one behind has a place.
 

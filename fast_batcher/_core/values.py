@@ -399,6 +399,7 @@ class ExpiryReason(StrEnum):
     NOT_READY = "not ready"  # it was in the queue and no worker was ready
     RUNNING = "running"  # a worker has it; the late result will be dropped
     INFER_TIMEOUT = "infer timeout"  # its batch has been running for `infer_timeout`
+    RETIRED = "retired"  # a stream, whose worker has been replaced or removed
     UNREACHABLE = "unreachable"  # it was in the queue, and was dropped as too late
 
 

@@ -42,8 +42,10 @@ class WorkerSlot:
     paused: int = 0
     # Start of the first batch; infinite once that batch is beyond `infer_timeout`.
     started_at: float = 0.0
-    # The worker gets no further batch: another worker takes its place.
+    # The worker gets no further batch: another worker takes its place. Its streams end at this
+    # moment.
     is_retired: bool = False
+    ends_at: float = inf
     # The worker gets no further batch before it answers: no caller waits for its first batch, which
     # has run for `timeout`, or the worker is being replaced.
     is_stalled: bool = False
@@ -119,11 +121,14 @@ class WorkerTable:
             worker, index, most_batches(stages, self._batches_per_worker), has_stages=stages > 1
         )
 
-    def retire(self, worker: int) -> None:
-        """Give a worker no more batches; it finishes its own."""
+    def retire(self, worker: int, ends_at: float = inf) -> None:
+        """Give a worker no more batches; it finishes its own, and its streams until a moment."""
         slot = self.slots.get(worker)
         if slot is not None:
             slot.is_retired = True
+            if self._is_stepped:
+                slot.ends_at = ends_at
+                self.next_expiry = min(self.next_expiry, ends_at)
 
     def remove(self, worker: int) -> list[Batch]:
         """Remove a worker and return its batches, oldest first."""
@@ -312,6 +317,8 @@ class WorkerTable:
                     self.notice_deserted(batch)
             if not is_answering:
                 self._stall(now, slot, actions)
+            if slot.ends_at <= now:
+                self._end_streams(slot, actions)
         self.next_expiry = self._earliest_expiry()
         return actions
 
@@ -330,6 +337,13 @@ class WorkerTable:
             slot.is_stalled = True
             slot.started_at = inf  # so that it is replaced once
 
+    def _end_streams(self, slot: WorkerSlot, actions: list[Action]) -> None:
+        """Expire the streams of a retired worker, which leave it."""
+        slot.ends_at = inf
+        for batch in slot.batches:
+            actions += [Expire(each, ExpiryReason.RETIRED) for each in batch.settle_open()]
+            self.notice_deserted(batch)
+
     def _stall(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
         """Mark a worker as stalled if its first batch has run for `timeout` and no caller waits."""
         is_deserted = len(slot.batches) > slot.paused and not slot.batches[0].open_count
@@ -344,6 +358,7 @@ class WorkerTable:
                 moments.append(slot.started_at + self._infer_timeout)
                 if not slot.is_stalled and not slot.batches[0].open_count:
                     moments.append(slot.started_at + self._timeout)
+            moments.append(slot.ends_at)
         return min(moments, default=inf)
 
 

@@ -24,6 +24,7 @@ from fast_batcher.errors import (
     NotReadyError,
     RequestTooLargeError,
     SlowReaderError,
+    WorkerLostError,
 )
 from fast_batcher.settings import LEAST_COST, MOST_COST, Settings
 
@@ -152,6 +153,11 @@ class Reports:
         if action.reason is ExpiryReason.INFER_TIMEOUT:
             return DeadlineExceededError(
                 f"the model ran longer than infer_timeout={self._settings.infer_timeout} seconds"
+            )
+        if action.reason is ExpiryReason.RETIRED:
+            return WorkerLostError(
+                "the worker of the stream was replaced or removed, and the stream had not ended "
+                f"drain_timeout={self._settings.drain_timeout} seconds later"
             )
         limit = f"its timeout of {timeout_of(action.request, self._settings)} seconds"
         if action.request.has_chunks:

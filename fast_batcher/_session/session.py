@@ -800,7 +800,10 @@ class LocalSession(Session):
 
     def worker_retired(self, worker: int) -> None:
         """Give a worker no more batches: it finishes those it has, and ends."""
-        self.scheduler.workers.retire(worker)
+        ends_at = monotonic() + self.settings.drain_timeout
+        self.scheduler.workers.retire(worker, ends_at)
+        if self._is_stepped:
+            self._wake_at(ends_at)
 
     def idle_workers(self) -> list[int]:
         """Return the ready workers without a batch."""

@@ -180,8 +180,10 @@ def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
     began = monotonic()
     call = import_model(body)
     if is_stepped(call.cls) != settings.is_stepped:
+        needed = not settings.is_stepped
         raise WorkerStartupError(
-            f"{call.name} is a SteppedModel: give the batcher the class, not a string"
+            f"{call.name} is {'a' if needed else 'no'} SteppedModel, and is named by a text: give "
+            f"DynBatcher stepped={needed}"
         )
     imported = monotonic()
     model = construct(call, settings.device, settings.worker_index)

@@ -32,6 +32,7 @@ from fast_batcher import (
     Stream,
     StreamedModel,
     WorkerLostError,
+    WorkerStartupError,
 )
 from fast_batcher._session.streams import MOST_BUFFERED
 from fast_batcher.caching import LRUCache
@@ -726,7 +727,6 @@ OPTIONS_OF_BATCHES: list[dict[str, Any]] = [
     {"group_by": len},
     {"isolate_errors": False},
     {"max_delay": 0.1},
-    {"num_workers": (1, 2)},
     {"policy": "greedy"},
 ]
 
@@ -737,11 +737,10 @@ def test_options_that_mean_nothing_for_streams_are_refused(option: dict[str, Any
         DynBatcher(Counter, **option)
 
 
-@pytest.mark.parametrize("change", [{"max_batch_size": 8}, {"num_workers": (1, 2)}], ids=str)
-def test_changes_that_mean_nothing_for_streams_are_refused(change: Any) -> None:
+def test_changes_that_mean_nothing_for_streams_are_refused() -> None:
     batcher = DynBatcher(Counter)
     with pytest.raises(ConfigurationError, match="SteppedModel"):
-        batcher.reconfigure(**change)
+        batcher.reconfigure(max_batch_size=8)
     batcher.reconfigure(max_queue_size=9, num_workers=2)
 
 
@@ -814,6 +813,46 @@ async def test_random_schedules_of_a_shared_batcher() -> None:
         assert await live(batcher) == 0
         await until(lambda: batcher.stats.running == 0)
         assert_balance(batcher)
+
+
+@one_loop
+@every_place
+async def test_streams_end_soon_after_a_reload(place: Any) -> None:
+    """Otherwise an endless stream would keep two models in memory."""
+    options: dict[str, Any] = {**place, "drain_timeout": 0.3, "model_args": (0.001,)}
+    async with DynBatcher(Counter, **options) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS))
+        await batcher.reload()
+        assert await read(batcher, Plan("p", 3)) == whole(Plan("p", 3))
+        chunks: list[Any] = ["long:1"]
+        assert await anext(stream) == "long:1"
+        with pytest.raises(WorkerLostError, match="drain_timeout"):
+            await _exhaust(stream, chunks)
+        assert chunks == whole(Plan("long", len(chunks)))
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_place
+async def test_a_model_named_by_a_text(place: Any) -> None:
+    name: Any = "models.stepped:Counter"
+    if place != PLACES["threads"]:
+        async with DynBatcher(name, **place, stepped=True) as batcher:
+            assert await read(batcher, Plan("p", 3)) == whole(Plan("p", 3))
+    with pytest.raises(WorkerStartupError, match="stepped=True"):
+        await DynBatcher(name, **place).open()
+
+
+@one_loop
+async def test_waiting_streams_bring_further_workers() -> None:
+    options: dict[str, Any] = {"max_batch_size": 2, "model_args": (0.02,), "timeout": LIMIT}
+    async with DynBatcher(Counter, num_workers=(1, 2), **options) as batcher:
+
+        async def ask_until_two_answer() -> None:
+            while batcher.stats.workers_ready < 2:
+                assert await read(batcher, Plan("p", 20)) == whole(Plan("p", 20))
+
+        await asyncio.gather(*[ask_until_two_answer() for _ in range(20)])
 
 
 @one_loop

@@ -85,6 +85,19 @@ def test_a_stream_whose_caller_has_gone_is_to_leave_and_keeps_its_place_until_it
     assert len(dispatched(scheduler, 1.0)) == 1
 
 
+def test_streams_of_a_retired_worker_end_at_a_moment() -> None:
+    scheduler = make_scheduler()
+    scheduler.worker_ready(0.0, 1)
+    requests = submit(scheduler, 2)
+    batches = dispatched(scheduler)
+    scheduler.workers.retire(1, 20.0)
+    actions, wake_at = scheduler.poll(19.0)
+    assert (actions, wake_at) == ([], 20.0)
+    actions, wake_at = scheduler.poll(20.0)
+    ended = [Expire(request, ExpiryReason.RETIRED) for request in requests]
+    assert (actions, wake_at) == ([*ended, *map(Skip, batches)], None)
+
+
 def test_a_renewed_deadline_counts() -> None:
     scheduler = make_scheduler(timeout=10.0)
     scheduler.worker_ready(0.0, 1)

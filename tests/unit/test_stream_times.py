@@ -120,3 +120,10 @@ def test_streams_of_one_length_get_the_places_that_are_predicted(seed: int) -> N
         assert now + found == pytest.approx(moment)
         assert found >= before
         before = found
+
+
+def test_the_pace_of_a_busy_worker_is_the_median_length_by_its_places() -> None:
+    bench = Bench(4)
+    assert bench.times.pace is None
+    bench.learn(2.0, 8.0, 4.0)
+    assert bench.times.pace == (1.0, 1)
