@@ -118,6 +118,7 @@ TABLE: dict[str, Row] = {
     "stop_timeout": seconds(zero=True),
     "drain_timeout": seconds(zero=True),
     "idempotent": SWITCH,
+    "stepped": SWITCH,
     "isolate_errors": SWITCH,
     "max_restarts": count(0, none=True),
     "restart_window": seconds(),

@@ -48,6 +48,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "stage_threads": (3, "3"),
     "workers": ("threads", "threads"),
     "enabled": (False, "FALSE"),
+    "stepped": (True, "yes"),
 }
 # Options that others need.
 NEEDS: dict[str, dict[str, Any]] = {
