@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fast_batcher import InferenceModel
+from fast_batcher import Done, InferenceModel, SteppedModel
+from fast_batcher._transport.channels import BlockingChannel, Kind, pack_header
 from models.base import FOR_EVER, call_at_gate
 from models.raising import NotAnExceptionError
 
@@ -129,3 +131,47 @@ class Minefield(InferenceModel[Any, Any]):
     def close(self) -> None:
         if self._where == "close":
             HOWS[self._how]()
+
+
+class SteppedMinefield(SteppedModel[Any, Any]):
+    """Gives each stream the chunks 0, 1 and 2, and goes wrong where it is told to.
+
+    The input "left" gets the number of streams that are in the model.
+    """
+
+    def __init__(self) -> None:
+        faulthandler.disable()
+        self._live = 0
+
+    def join(self, inputs: list[Any]) -> list[Any]:
+        for one in inputs:
+            if isinstance(one, Bomb) and one.where == "join":
+                HOWS[one.how]()
+        self._live += len(inputs)
+        return [[one, 0] for one in inputs]
+
+    def step(self, states: list[Any]) -> list[Any]:
+        for state in states:
+            state[1] += 1
+            if isinstance(state[0], Bomb) and state[0].where == "step" and state[1] == 2:
+                (_truncate if state[0].how == "truncate" else HOWS[state[0].how])()
+        return [self._give(*state) for state in states]
+
+    def _give(self, value: Any, count: int) -> Any:
+        if value == "left":
+            return Done([self._live])
+        chunk: Any = count - 1
+        if isinstance(value, Bomb) and value.where in ("dump result", "load result") and count == 2:
+            chunk = value
+        return Done(chunk) if count == 3 else chunk
+
+    def leave(self, states: list[Any]) -> None:
+        self._live -= len(states)
+
+
+def _truncate() -> None:
+    """Send the parent a part of a frame, and end the process."""
+    gc.unfreeze()
+    (channel,) = [one for one in gc.get_objects() if type(one) is BlockingChannel]
+    channel.send_packed(pack_header(Kind.CHUNKS, 100, 0, 0.0) + b"part")
+    os._exit(3)
