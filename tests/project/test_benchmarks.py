@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic, and that a benchmark runs from the command line."""
 
 import asyncio
+import importlib
 import json
 import operator
 import os
@@ -19,6 +20,14 @@ from benchmarks.cpu import TreeCpu, descendants, process_cpu
 from benchmarks.loops import mean_batch_size, open_loop
 from benchmarks.report import Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load, steady_rate
+from benchmarks.stepping import (
+    PLACES,
+    StepTime,
+    draw_arrivals,
+    simulate_arrivals,
+    simulate_clients,
+)
+from benchmarks.systems import SYSTEMS
 from fast_batcher._load.report import Spread
 
 TABLE = Table("A table", "full_speed", Load("NoOp", 8, 64, 1.0), ("ours", "floor"), {"us": "cost"})
@@ -165,3 +174,41 @@ def test_overhead_command_stores_its_results(tmp_path: Path) -> None:
     assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
     assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
     assert "[2/2]" in done.stderr
+
+
+# Streams.
+
+
+def test_the_ideal_of_streams_joins_at_each_boundary_of_a_step() -> None:
+    lone = simulate_clients(StepTime(0.5, 0.5), 1, 100.0, 1)
+    assert {seconds for _, seconds in lone.firsts} == {1.0}
+    assert lone.chunks == lone.steps == lone.seconds
+    # Twice as many clients as places: no place is ever free.
+    full = simulate_clients(StepTime(1.0, 0.0), 2 * PLACES, 1000.0, 1)
+    assert full.chunks == PLACES * full.steps
+    arrivals = draw_arrivals(0.1, 1000.0, 1)
+    apart = simulate_arrivals(StepTime(1.0, 0.0), 0.1, 1000.0, 1)
+    assert [moment for moment, _ in apart.firsts] == [moment for moment, _ in arrivals]
+    assert apart.answers == len(arrivals)
+    assert apart.chunks == sum(length for _, length in arrivals)
+    # A stream waits for the step that runs, and takes one itself.
+    assert {1.0 <= seconds <= 2.0 for _, seconds in apart.firsts} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "system", ["whole answers", "static batches, streamed", "continuous", "pipe and queues"]
+)
+def test_each_system_streams_all_chunks_and_counts_its_steps(system: str) -> None:
+    known = SYSTEMS[system]
+    adapter = importlib.import_module(f"benchmarks.systems.{known.adapter}")
+
+    async def ask() -> None:
+        async with adapter.opened(Load("QuickSteps", 2, 3, 1.0), **known.settings) as process:
+            answers = await asyncio.gather(*map(process, (4, 6, 5)))
+            assert [answer.chunks for answer in answers] == [4, 6, 5]
+            steps, chunks = process.count.read()
+            assert chunks == 15
+            assert 8 <= steps <= 15
+
+    asyncio.run(ask())
