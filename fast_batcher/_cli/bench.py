@@ -60,8 +60,17 @@ REMEDIES = {
     415: "is --content-type right?",
     422: "give a body that the endpoint accepts: --body FILE",
 }
-TITLES = {"requests_per_second": "requests/s", "p50_ms": "p50 ms", "p95_ms": "p95 ms"}
-COLUMNS = {**TITLES, "p99_ms": "p99 ms", "mean_batch": "batch"}
+COLUMNS = {
+    "requests_per_second": "requests/s",
+    "p50_ms": "p50 ms",
+    "p95_ms": "p95 ms",
+    "p99_ms": "p99 ms",
+    "first_p50_ms": "first p50 ms",
+    "first_p99_ms": "first p99 ms",
+    "gap_p50_ms": "gap p50 ms",
+    "gap_p99_ms": "gap p99 ms",
+    "mean_batch": "batch",
+}
 
 
 @dataclass(frozen=True)
@@ -404,6 +413,8 @@ def _print_run(console: Console, run: Run) -> None:
         f"Median (range) of {told['repetitions']} x {told['seconds']:g} s; late: after "
         f"{told['late']:g} s; at N/s requests arrive at random."
     )
+    if "first_p50_ms" in columns:
+        console.print("Streamed bodies: time to the first part, and gap between two parts.")
     for warning in run.warnings:
         console.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
 
@@ -431,7 +442,7 @@ def _print_comparison(
         verdict = {True: "[green]better[/]", False: "[red]worse[/]", None: "no difference seen"}
         table.add_row(
             one.load,
-            TITLES[one.figure],
+            COLUMNS[one.figure],
             number(one.earlier.median),
             number(one.now.median),
             f"{one.ratio.median:.2f} ({one.ratio.low:.2f}-{one.ratio.high:.2f})",
