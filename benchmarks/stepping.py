@@ -1,9 +1,7 @@
-"""A model that answers in steps, the lengths of its answers, and its ideal; standard library."""
+"""A model that answers in steps, its arrivals and their lengths; standard library only."""
 
-import heapq
 import mmap
 import time
-from collections import deque
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -84,76 +82,3 @@ def draw_arrivals(rate: float, seconds: float, seed: int) -> list[tuple[float, i
         arrivals.append((moment, draw_length(random)))
         moment += random.expovariate(rate)
     return arrivals
-
-
-class IdealStream(NamedTuple):
-    """A stream of the simulation."""
-
-    arrived_at: float
-    length: int
-    # The step that has given its first chunk.
-    joined: int
-
-
-class IdealRun:
-    """A simulated run: streams join at each boundary of a step, at no cost but the model's.
-
-    Args:
-        step_time: The model's.
-        clients: Of a closed loop; 0 for an open one.
-        seed: Of the lengths that the clients ask for.
-    """
-
-    def __init__(self, step_time: StepTime, clients: int, seed: int) -> None:
-        self._step_time = step_time
-        self._clients = clients
-        self._random = Random(seed)
-        # Moments and lengths, a heap.
-        self.coming = [(0.0, draw_length(self._random)) for _ in range(clients)]
-        self._waiting: deque[tuple[float, int]] = deque()
-        self._live: list[IdealStream] = []
-        # Virtual seconds, and the steps, chunks and whole answers in them.
-        self.seconds = 0.0
-        self.steps = self.chunks = self.answers = 0
-        # For each stream the moment of its arrival, and the seconds to its first chunk.
-        self.firsts: list[tuple[float, float]] = []
-
-    def step(self) -> bool:
-        """Let streams join, and take a step; False if no stream is left."""
-        if not (self._live or self._waiting):
-            if not self.coming:
-                return False
-            self.seconds = max(self.seconds, self.coming[0][0])
-        while self.coming and self.coming[0][0] <= self.seconds:
-            self._waiting.append(heapq.heappop(self.coming))
-        joining = min(PLACES - len(self._live), len(self._waiting))
-        self.steps += 1
-        joined = [IdealStream(*self._waiting.popleft(), self.steps) for _ in range(joining)]
-        self._live += joined
-        self.seconds += self._step_time.of(len(self._live))
-        self.chunks += len(self._live)
-        self.firsts += [(one.arrived_at, self.seconds - one.arrived_at) for one in joined]
-        running = [one for one in self._live if self.steps - one.joined + 1 < one.length]
-        ended = len(self._live) - len(running)
-        self._live = running
-        self.answers += ended
-        for _ in range(ended if self._clients else 0):
-            heapq.heappush(self.coming, (self.seconds, draw_length(self._random)))
-        return True
-
-
-def simulate_clients(step_time: StepTime, clients: int, seconds: float, seed: int) -> IdealRun:
-    """Simulate a closed loop for so many virtual seconds."""
-    run = IdealRun(step_time, clients, seed)
-    while run.seconds < seconds:
-        run.step()
-    return run
-
-
-def simulate_arrivals(step_time: StepTime, rate: float, seconds: float, seed: int) -> IdealRun:
-    """Simulate the arrivals of so many virtual seconds until the last stream has ended."""
-    run = IdealRun(step_time, 0, seed)
-    run.coming = draw_arrivals(rate, seconds, seed)
-    while run.step():
-        pass
-    return run

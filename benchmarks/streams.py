@@ -9,12 +9,16 @@ model's. Only the systems inside the program are comparable; LitServe is measure
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
+from random import Random
 
 from benchmarks.harness import SEED, finish, measure_all, parse_arguments, text_of
 from benchmarks.report import Columns, Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Figures, Load
-from benchmarks.stepping import MEAN, PLACES, STEP_TIMES, simulate_arrivals, simulate_clients
+from benchmarks.simulation.loads import ClosedLoop
+from benchmarks.stepping import MEAN, PLACES, STEP_TIMES, draw_arrivals, draw_length
 from benchmarks.stream_loads import WARM_UP_SECONDS, first_chunks
+from fast_batcher._cli.simulation import Arrivals, simulate_steps
 
 LOOP = "uvloop"
 CLIENTS = 64
@@ -77,16 +81,27 @@ def plan(shares: Sequence[float], systems: Sequence[str], seconds: float) -> lis
 
 def compute_ideal(load: Load, seed: int) -> Figures:
     """Simulate the ideal under a load, for the same arrivals as the systems."""
-    if not load.rate:
-        run = simulate_clients(STEP_TIME, load.callers, IDEAL_SECONDS, seed)
-        firsts = [seconds for _, seconds in run.firsts]
-        rate = run.answers / run.seconds
+    random = Random(seed)
+    if load.rate:
+        drawn = draw_arrivals(load.rate, WARM_UP_SECONDS + load.seconds, seed)
+        lengths = iter([length for _, length in drawn])
+        arrivals = Arrivals(moment for moment, _ in drawn)
     else:
-        run = simulate_arrivals(STEP_TIME, load.rate, WARM_UP_SECONDS + load.seconds, seed)
-        firsts = [seconds for arrived, seconds in run.firsts if arrived >= WARM_UP_SECONDS]
-        rate = load.rate
-    live = run.chunks / run.steps
-    figures = {RATE: rate, STEPS: run.steps / run.seconds, "live": live}
+        lengths = iter(lambda: draw_length(random), None)
+        arrivals = ClosedLoop(load.callers, lambda _: 0.0, seed)
+    history = simulate_steps(
+        arrivals,
+        lambda: next(lengths),
+        PLACES,
+        lambda _, live: STEP_TIME.of(len(live)),
+        inf if load.rate else IDEAL_SECONDS,
+    )
+    pairs = zip(history.arrivals, history.answers, strict=True)
+    firsts = [first - arrived for arrived, first in pairs if arrived >= WARM_UP_SECONDS]
+    seconds, steps = history.answers[-1], len(history.batch_sizes)
+    live = sum(history.batch_sizes) / steps
+    figures = {RATE: load.rate or len(history.arrivals) / seconds, STEPS: steps / seconds}
+    figures |= {"live": live}
     return {**figures, **first_chunks(firsts), "step_ms": 1e3 * STEP_TIME.of(live)}
 
 

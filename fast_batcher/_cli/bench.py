@@ -62,13 +62,9 @@ REMEDIES = {
 }
 COLUMNS = {
     "requests_per_second": "requests/s",
-    "p50_ms": "p50 ms",
-    "p95_ms": "p95 ms",
-    "p99_ms": "p99 ms",
-    "first_p50_ms": "first p50 ms",
-    "first_p99_ms": "first p99 ms",
-    "gap_p50_ms": "gap p50 ms",
-    "gap_p99_ms": "gap p99 ms",
+    **{f"p{percent}_ms": f"p{percent} ms" for percent in (50, 95, 99)},
+    **{f"first_p{percent}_ms": f"first p{percent} ms" for percent in (50, 99)},
+    **{f"gap_p{percent}_ms": f"gap p{percent} ms" for percent in (50, 99)},
     "mean_batch": "batch",
 }
 

@@ -180,10 +180,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        # Whether the head of an answer is complete, whether it has one of `LENGTHS`, and the first.
-        self._has_head = self._has_length = self._is_sized = False
-        # Whether the part of the body that comes next was read anew.
-        self._is_new_part = False
+        # Whether the head of an answer is complete, and those of `LENGTHS` that it has.
+        self._has_head, self._lengths = False, set[bytes]()
         # Moments at which parts of the body came, if the answer does not state its length.
         self.part_moments: list[float] = []
         # The status of a complete answer, and whether the connection stays open; None without one.
@@ -206,21 +204,21 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse a part of an answer; tell the owner when it is complete."""
-        self._is_new_part = True
+        parts = len(self._body)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._owner.disconnected(self, f"an answer that is not HTTP: {error!r}")
             self.close()
         else:
+            if len(self._body) > parts and LENGTHS[0] not in self._lengths:
+                self.part_moments.append(time.perf_counter())
             if self._end is not None:
                 self._finish(*self._end)
 
     def on_header(self, name: bytes, _: bytes) -> None:
         """Note whether the answer says where its body ends."""
-        if name.lower() in LENGTHS:
-            self._has_length = True
-            self._is_sized = self._is_sized or name.lower() == LENGTHS[0]
+        self._lengths |= {name.lower()}.intersection(LENGTHS)
 
     def on_headers_complete(self) -> None:
         """Note that the head is complete."""
@@ -229,9 +227,6 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body."""
         self._body.append(body)
-        if self._is_new_part and not self._is_sized:
-            self._is_new_part = False
-            self.part_moments.append(time.perf_counter())
 
     def on_message_complete(self) -> None:
         """Note that the answer is complete; one of status 1xx is followed by another."""
@@ -242,12 +237,12 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """Take the end of the connection for the end of a body without a length."""
-        if self._has_head and not self._has_length:
+        if self._has_head and not self._lengths:
             self._finish(self._parser.get_status_code(), False)
 
     def _finish(self, status: int, is_open: bool) -> None:
         body, self._body, self._end = b"".join(self._body), [], None
-        self._has_length = self._is_sized = False
+        self._lengths = set()
         due, self.due = self.due, None
         if due is None:  # it ends an idle connection, as with 408
             self._owner.disconnected(self, "an answer without a request")

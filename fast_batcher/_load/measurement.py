@@ -249,9 +249,6 @@ def _complaint(client: subprocess.Popen[str]) -> LoadError:
 def summarise(records: list[Record], settings: LoadSettings) -> dict[str, float]:
     """Combine the records of all client processes; latencies and lags in milliseconds."""
     latencies = [latency for record in records for latency in record.latencies]
-    lags = [lag for record in records for lag in record.lags]
-    first_parts = [seconds for record in records for seconds in record.first_parts]
-    gaps = [seconds for record in records for seconds in record.gaps]
     answers = sum(record.answers for record in records)
     figures = {
         # The warm-up included.
@@ -266,8 +263,9 @@ def summarise(records: list[Record], settings: LoadSettings) -> dict[str, float]
     }
     if answers:
         figures["client_cpu_us"] = sum(record.cpu for record in records) / answers * 1e6
-    parts = (("first_", first_parts), ("gap_", gaps))
-    for prefix, values in (("", latencies), ("lag_", lags), *parts):
+    lists = {"": "latencies", "lag_": "lags", "first_": "first_parts", "gap_": "gaps"}
+    for prefix, name in lists.items():
+        values: list[float] = [one for record in records for one in getattr(record, name)]
         if len(values) > 1:
             cuts = statistics.quantiles(values, n=100, method="inclusive")
             figures |= {f"{prefix}p{at}_ms": cuts[at - 1] * 1e3 for at in (50, 95, 99)}

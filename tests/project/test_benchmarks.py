@@ -20,13 +20,8 @@ from benchmarks.cpu import TreeCpu, descendants, process_cpu
 from benchmarks.loops import mean_batch_size, open_loop
 from benchmarks.report import Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load, steady_rate
-from benchmarks.stepping import (
-    PLACES,
-    StepTime,
-    draw_arrivals,
-    simulate_arrivals,
-    simulate_clients,
-)
+from benchmarks.stepping import MEAN, PLACES, STEP_TIMES
+from benchmarks.streams import compute_ideal
 from benchmarks.systems import SYSTEMS
 from fast_batcher._load.report import Spread
 
@@ -179,20 +174,13 @@ def test_overhead_command_stores_its_results(tmp_path: Path) -> None:
 # Streams.
 
 
-def test_the_ideal_of_streams_joins_at_each_boundary_of_a_step() -> None:
-    lone = simulate_clients(StepTime(0.5, 0.5), 1, 100.0, 1)
-    assert {seconds for _, seconds in lone.firsts} == {1.0}
-    assert lone.chunks == lone.steps == lone.seconds
-    # Twice as many clients as places: no place is ever free.
-    full = simulate_clients(StepTime(1.0, 0.0), 2 * PLACES, 1000.0, 1)
-    assert full.chunks == PLACES * full.steps
-    arrivals = draw_arrivals(0.1, 1000.0, 1)
-    apart = simulate_arrivals(StepTime(1.0, 0.0), 0.1, 1000.0, 1)
-    assert [moment for moment, _ in apart.firsts] == [moment for moment, _ in arrivals]
-    assert apart.answers == len(arrivals)
-    assert apart.chunks == sum(length for _, length in arrivals)
-    # A stream waits for the step that runs, and takes one itself.
-    assert {1.0 <= seconds <= 2.0 for _, seconds in apart.firsts} == {True}
+def test_the_ideal_has_no_free_place_with_twice_as_many_clients() -> None:
+    figures = compute_ideal(Load("Steps", PLACES, 2 * PLACES, 1.0), 1)
+    assert figures["live"] == PLACES
+    assert figures["steps_per_second"] == pytest.approx(1 / STEP_TIMES["Steps"].of(PLACES))
+    # The mean length is cut off.
+    rate = PLACES * figures["steps_per_second"] / figures["requests_per_second"]
+    assert 19 < rate < MEAN
 
 
 @pytest.mark.slow
