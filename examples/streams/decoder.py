@@ -107,6 +107,8 @@ class Decoder(SteppedModel[Prompt, str]):
     """Writes one character of each text in a step."""
 
     def __init__(self) -> None:
+        # A step is so small that sharing it among threads takes longer.
+        torch.set_num_threads(1)
         torch.manual_seed(WEIGHTS_SEED)
         self._network = Network().eval()
 

@@ -254,7 +254,7 @@ async def examine_model(
             chosen = select_inputs(original, inputs)
             measured = await measure(batcher, chosen, note)
             times = [(size, median(found)) for size, found in measured.seconds.items()]
-            yield _judge_times(times, is_stepped=is_streaming(original))
+            yield _judge_times(times, is_streaming(original))
             if measured.fails_from is not None:
                 text = f"batches of {measured.fails_from} fail, and are computed in parts"
                 yield Check("batches", "warning", text, "lower max_batch_size; the log says why")
@@ -262,7 +262,8 @@ async def examine_model(
             yield await _check_independence(batcher, chosen)
         else:
             learned = batcher.explain().service_times
-            yield _judge_times([(round(size), seconds) for size, seconds, _ in learned])
+            times = [(round(size), seconds) for size, seconds, _ in learned]
+            yield _judge_times(times, is_streaming(original))
     except BatcherError as error:
         yield Check("batches", "bad", _first_line(error), _remedy_of(error))
     finally:
@@ -365,12 +366,11 @@ async def _measure_steps(
             note(f"timing steps of {size} of {sizes[-1]} streams")
             batch = enumerate(islice(values, size))
             await asyncio.gather(*[read(value, not at) for at, value in batch])
-    loop_seconds = (thread_time() - cpu_at) / len(lengths)
     seconds = {size: found for size, found in seconds.items() if found}
     if 1 not in seconds:
         raise TargetError("no answer has a second chunk, so no step can be timed")
     overhead = max(0.0, min(first_chunks) - median(seconds[1]))
-    return Measurement(seconds, overhead, loop_seconds, None, lengths)
+    return Measurement(seconds, overhead, (thread_time() - cpu_at) / len(lengths), None, lengths)
 
 
 async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) -> Check:
@@ -386,14 +386,15 @@ async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) 
     return Check(name, "good", "outputs do not depend on the other inputs of their batch")
 
 
-def _judge_times(timed: list[tuple[int, float]], *, is_stepped: bool = False) -> Check:
+def _judge_times(timed: list[tuple[int, float]], is_stepped: bool) -> Check:
     name, unit = ("steps", "chunks") if is_stepped else ("batches", "requests")
     if not timed:
         return Check(
             name,
             "warning",
-            "nothing was timed: the model has no warmup_inputs",
-            "give --inputs FILE with inputs as JSON, or write warmup_inputs",
+            "nothing was timed" + ": the model has no warmup_inputs" * (not is_stepped),
+            "give --inputs FILE with inputs as JSON"
+            + ", or write warmup_inputs" * (not is_stepped),
         )
     text = ", ".join(f"t({size}) = {1e3 * seconds:.3g} ms" for size, seconds in timed)
     (small, first), (large, last) = timed[0], timed[-1]

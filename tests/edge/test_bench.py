@@ -311,7 +311,7 @@ def test_parts_of_streamed_bodies_are_timed(url: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     done = bench(f"{url}/parts", *SHORT, "--json", str(path))
     assert (done.returncode, done.stderr) == (0, "")
-    assert "time to the first part" in done.stdout
+    assert "first p50 ms" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     for one in json.loads(path.read_text())["measurements"]:
         figures = one["figures"]

@@ -96,6 +96,12 @@ def test_steps_are_timed_by_their_streams() -> None:
     assert checks["batch independence"]["level"] == "good"
 
 
+def test_steps_are_not_timed_without_inputs() -> None:
+    code, checks = examine("command_models:Streams")
+    assert (code, checks["steps"]["level"]) == (0, "warning")
+    assert checks["steps"]["remedy"] == "give --inputs FILE with inputs as JSON"
+
+
 def test_answers_of_one_chunk_have_no_step_to_time() -> None:
     code, checks = examine("command_models:Streams", "--inputs", "command_models:ONES")
     assert code == 1
