@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import httpx2
 import pytest
+import torch
 from paths import ROOT
 from programs import run_command
 from servers import run_server
@@ -13,14 +14,20 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 from waits import LIMIT
 
-pytest.importorskip("torch")
-
 from examples.streams.app import app
 from examples.streams.decoder import CHARACTERS, Decoder, Prompt
 
 pytestmark = pytest.mark.slow
 
 ASKED: dict[str, str | int] = {"text": "Once upon a time", "length": 30, "seed": 7}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """The model limits the threads of the process that it is in: here that of the tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
