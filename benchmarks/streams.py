@@ -164,7 +164,7 @@ def main() -> int:
         systems=SYSTEMS,
         loops=(LOOP,),
         seconds=10.0,
-        quick_seconds=1.5,
+        quick_seconds=1.0,
         repetitions=3,
         quick_repetitions=1,
     )
