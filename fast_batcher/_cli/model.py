@@ -114,7 +114,7 @@ def load_target(target: str) -> DynBatcher[Any, Any]:
 COPIED = (
     *("name", "max_batch_size", "workers", "devices", "stage_threads", "freeze_gc"),
     *("start_timeout", "stop_timeout", "max_frame_bytes", "max_shared_bytes"),
-    "shared_memory_threshold",
+    *("shared_memory_threshold", "stepped"),
 )
 # Options of a copy whose batches are timed: batches leave at once, and may take ten minutes.
 MEASURED: Any = {"policy": "greedy", "timeout": 600.0}

@@ -111,5 +111,6 @@ class Streams(SteppedModel[int, str]):
         return ["chunk" if state[0] else Done("chunk") for state in states]
 
 
+named: DynBatcher[Any, Any] = DynBatcher("command_models:Streams", stepped=True)
 LENGTHS = [5, 10, 15]
 ONES = [1, 1]

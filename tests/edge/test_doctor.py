@@ -87,8 +87,9 @@ def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
         assert f"t({size}) = " in checks["batches"]["text"]
 
 
-def test_steps_are_timed_by_their_streams() -> None:
-    code, checks = examine("command_models:Streams", "--inputs", "command_models:LENGTHS")
+@pytest.mark.parametrize("target", ["command_models:Streams", "command_models:named"])
+def test_steps_are_timed_by_their_streams(target: str) -> None:
+    code, checks = examine(target, "--inputs", "command_models:LENGTHS")
     assert code == 0
     for size in (1, 2, 4, 8, 16, 32):
         assert f"t({size}) = " in checks["steps"]["text"]
