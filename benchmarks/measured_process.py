@@ -12,11 +12,11 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from benchmarks import arrays, loops, scenarios
+from benchmarks import arrays, loops, scenarios, stream_loads
 from benchmarks.cpu import read_ticks, stolen_percent
 from benchmarks.scenarios import Figures, Load, bare_loop
 
-SCENARIOS = scenarios.SCENARIOS | arrays.SCENARIOS | loops.SCENARIOS
+SCENARIOS = scenarios.SCENARIOS | arrays.SCENARIOS | loops.SCENARIOS | stream_loads.SCENARIOS
 
 
 async def _measure(adapter: Any, job: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.cpu import TreeCpu
 from benchmarks.models import MODELS, ROW, make_row
 from benchmarks.pictures import SIDE, make_jpeg
+from benchmarks.stepping import SHORTEST, STEP_TIMES
 
 Process = Callable[[Any], Awaitable[object]]
 Figures = dict[str, float]
@@ -33,7 +34,8 @@ WARM_UP_REQUESTS = 20
 class Load:
     """What a system is measured under, as all systems of a comparison are."""
 
-    # A name in `benchmarks.models.MODELS`, or "Picture" for the models of `systems.ours_stages`.
+    # A name in `benchmarks.models.MODELS` or `benchmarks.stepping.STEP_TIMES`, or "Picture" for the
+    # models of `systems.ours_stages`.
     model: str
     max_batch_size: int
     callers: int
@@ -53,6 +55,8 @@ class Load:
         """Make this caller's input; each caller has its own, as pickle sends an object once."""
         if self.model == "Picture":
             return make_jpeg()
+        if self.model in STEP_TIMES:
+            return SHORTEST
         if self.row:
             return make_row(self.row, caller) if self.model == "RowIn" else self.row
         if not self.model.startswith("Array"):
@@ -73,6 +77,8 @@ class Load:
             return bool((answer == self.payload()).all())
         if self.model == "Picture":
             return bool(answer == SIDE)
+        if self.model in STEP_TIMES:
+            return bool(answer.chunks == SHORTEST)
         if self.model == "Gpu":
             return bool(answer[0] == self.payload())
         return bool(answer == self.payload())

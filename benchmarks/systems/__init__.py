@@ -73,5 +73,10 @@ SYSTEMS |= {
     "inside infer, 2 threads": System("ours_stages", {"model": "InsideThreads"}),
     "decoding alone": System("ours_stages", {"model": "Decoding"}),
     "infer alone": System("ours_stages", {"model": "Infer"}),
+    "whole answers": System("ours_streams", {"model": "Whole"}),
+    "static batches, streamed": System("ours_streams", {"model": "Streamed"}),
+    "continuous": System("ours_streams", {"model": "Continuous"}),
+    "pipe and queues": System("pipe_streams"),
+    "LitServe, streamed batches": _peer("litserve_streams", "litserve"),
     "process pool of tensors": System("process_pool", {"tensors": True}),
 }

@@ -6,11 +6,11 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 from math import ceil, inf, isfinite
 from pathlib import Path
 from random import Random
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -30,7 +30,8 @@ from fast_batcher._cli.model import (
     measure,
     select_inputs,
 )
-from fast_batcher._cli.simulation import Arrivals, Seconds, open_scheduler, poisson, simulate
+from fast_batcher._cli.simulation import Arrivals, open_scheduler, poisson, simulate, simulate_steps
+from fast_batcher._session.streams import Stream
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherError
 
@@ -99,6 +100,8 @@ class Advice:
     max_latency: float | None
     # Requests per second that the event loop of one process can send and answer one by one.
     loop_capacity: float
+    # Whether the latencies are those of first chunks.
+    is_of_streams: bool = False
 
     @property
     def meets_target(self) -> bool:
@@ -146,12 +149,14 @@ def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) ->
         rate = len(wish.moments) / wish.moments[-1]
     loop_capacity = 1 / measurement.loop_seconds
     candidates = []
-    for size, seconds in measurement.seconds.items():
+    for size in measurement.seconds:
         note(f"simulating max_batch_size={size}")
-        capacity = min(size / median(seconds), loop_capacity)
+        capacity = min(measurement.capacity(size), loop_capacity)
         wanted = rate or COMFORTABLE * capacity
         workers = min(wish.most_workers, max(1, ceil(wanted / (COMFORTABLE * capacity))))
-        arrivals = wish.moments or poisson(wanted, REQUESTS / wanted, SEED)
+        # The steps of streams are simulated, too.
+        count = REQUESTS // 10 if measurement.lengths else REQUESTS
+        arrivals = wish.moments or poisson(wanted, count / wanted, SEED)
         outcome = predict(measurement, arrivals, size, workers, wish.target)
         candidates.append(Candidate(size, capacity, workers, outcome))
     best = max(one.outcome.in_time for one in candidates)
@@ -160,7 +165,7 @@ def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) ->
     most = max(one.capacity for one in fitting)
     chosen = next(one for one in fitting if one.capacity >= ENOUGH * most)
     wanted = rate or COMFORTABLE * chosen.capacity
-    return Advice(chosen, candidates, wanted, wish.target, loop_capacity)
+    return Advice(chosen, candidates, wanted, wish.target, loop_capacity, bool(measurement.lengths))
 
 
 def predict(
@@ -171,14 +176,20 @@ def predict(
     target: float | None,
 ) -> Outcome:
     """Simulate arrivals at these moments."""
-    scheduler = open_scheduler(max_batch_size, num_workers)
-    history = simulate(scheduler, Arrivals(moments), draw_seconds(measurement))
+    draw = draw_seconds(measurement)
+    if measurement.lengths:
+        draw_length = partial(Random(SEED).choice, measurement.lengths)
+        load = Arrivals(moments[::num_workers])
+        history = simulate_steps(load, draw_length, max_batch_size, draw)
+    else:
+        scheduler = open_scheduler(max_batch_size, num_workers)
+        history = simulate(scheduler, Arrivals(moments), draw)
     pairs = zip(history.arrivals, history.answers, strict=True)
     # The simulation does not have the way to the worker and back.
     return Outcome.of([done - begin + measurement.overhead for begin, done in pairs], target)
 
 
-def draw_seconds(measurement: Measurement) -> Seconds:
+def draw_seconds(measurement: Measurement) -> Callable[[float, Sequence[int]], float]:
     """Draw times of batches: a random quantile of the measured size, or between two sizes."""
     random = Random(SEED)
     seconds, sizes = measurement.seconds, [*measurement.seconds]
@@ -212,13 +223,17 @@ async def run_for_real(
     start = perf_counter()
 
     async def call(number: int, moment: float) -> float:
+        latency = inf
         await asyncio.sleep(start + moment - perf_counter())
         try:
-            await process(inputs[number % len(inputs)])
+            answer = await process(inputs[number % len(inputs)])
+            latency = perf_counter() - start - moment
+            if isinstance(answer, Stream):  # read to its end, so that it keeps its place
+                async for _ in answer:
+                    pass
         except BatcherError as error:
             errors.append(error)
-            return inf
-        return perf_counter() - start - moment
+        return latency
 
     return [*await asyncio.gather(*starmap(call, enumerate(moments)))], errors
 
@@ -243,12 +258,10 @@ async def tune_model(
     """Measure a model, and recommend its settings.
 
     Raises:
-        TargetError: The target is no model, or its requests are streams.
+        TargetError: The target is no model, or no step of it can be timed.
         BatcherError: The model cannot be loaded, or fails.
     """
     found = load_target(target)
-    if is_streaming(found):
-        raise TargetError(f"{target}: a SteppedModel is not timed; use fast-batcher bench")
     values = select_inputs(found, inputs)
     note("loading the model in a worker")
     async with copy_batcher(found, max_batch_size=wish.most, **MEASURED) as batcher:
@@ -263,7 +276,8 @@ async def tune_model(
     note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
     size, workers = advice.chosen.max_batch_size, advice.chosen.num_workers
     async with copy_batcher(found, workers, max_batch_size=size) as batcher:
-        latencies, errors = await run_for_real(batcher.process_batched, values, moments)
+        process = batcher.stream if is_streaming(found) else batcher.process_batched
+        latencies, errors = await run_for_real(process, values, moments)
     outcome = Outcome.of(latencies, wish.target)
     predicted = predict(measurement, moments, size, workers, wish.target)
     real = RealRun(len(moments), outcome, predicted, "".join(map(repr, errors[:1])))
@@ -321,7 +335,8 @@ def make_file(found: Found) -> str:
 def print_advice(console: Console, found: Found) -> None:
     """Print a table of the candidates, and the recommendation."""
     advice = found.advice
-    table = Table(box=SIMPLE, pad_edge=False, title=f"{escape(found.name)}, by simulation")
+    title = f"{escape(found.name)}, by simulation" + ", first chunks" * advice.is_of_streams
+    table = Table(box=SIMPLE, pad_edge=False, title=title)
     for heading in ("max_batch_size", "workers", "capacity/s", "p50 ms", "p95 ms", "lost"):
         table.add_column(heading, justify="right")
     for one in advice.candidates:

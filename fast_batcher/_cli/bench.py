@@ -62,6 +62,8 @@ REMEDIES = {
 }
 TITLES = {"requests_per_second": "requests/s", "p50_ms": "p50 ms", "p95_ms": "p95 ms"}
 COLUMNS = {**TITLES, "p99_ms": "p99 ms", "mean_batch": "batch"}
+# Of streamed bodies: the time to the first part, and the gap from one part to the next.
+PARTS = {f"{part}_p{at}_ms": f"{part} p{at} ms" for part in ("first", "gap") for at in (50, 99)}
 
 
 @dataclass(frozen=True)
@@ -382,23 +384,9 @@ def _write_report(
 
 def _print_run(console: Console, run: Run) -> None:
     console.print(f"{run.method} {escape(run.url)}: {escape(run.sent)}", soft_wrap=True)
-    measurements = run.measurements
-    measured = {figure for m in measurements for figure in m.figures}
-    columns = {figure: title for figure, title in COLUMNS.items() if figure in measured}
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("load")
-    for title in (*columns.values(), "late", "lost"):
-        table.add_column(title, justify="right")
-    for case in cases(measurements):
-        spreads = {figure: spread(measurements, case, figure) for figure in columns}
-        rate = spreads.pop("requests_per_second")
-        table.add_row(
-            case.load,
-            str(rate),
-            *("-" if one is None else number(one.median) for one in spreads.values()),
-            *(f"{total(measurements, case, figure):.0f}" for figure in ("late", "lost")),
-        )
-    console.print(table)
+    _print_table(console, run.measurements, COLUMNS, "late", "lost")
+    if any("first_p50_ms" in m.figures for m in run.measurements):
+        _print_table(console, run.measurements, PARTS)
     told = run.settings
     console.print(
         f"Median (range) of {told['repetitions']} x {told['seconds']:g} s; late: after "
@@ -406,6 +394,28 @@ def _print_run(console: Console, run: Run) -> None:
     )
     for warning in run.warnings:
         console.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
+
+
+def _print_table(
+    console: Console, measurements: Sequence[LoadMeasurement], titles: dict[str, str], *totals: str
+) -> None:
+    """Print a row for each load: some figures, and sums over the repetitions."""
+    measured = {figure for m in measurements for figure in m.figures}
+    columns = {figure: title for figure, title in titles.items() if figure in measured}
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("load")
+    for title in (*columns.values(), *totals):
+        table.add_column(title, justify="right")
+    for case in cases(measurements):
+        spreads = {figure: spread(measurements, case, figure) for figure in columns}
+        rate = [str(spreads.pop(figure)) for figure in columns if figure == "requests_per_second"]
+        table.add_row(
+            case.load,
+            *rate,
+            *("-" if one is None else number(one.median) for one in spreads.values()),
+            *(f"{total(measurements, case, figure):.0f}" for figure in totals),
+        )
+    console.print(table)
 
 
 def _print_comparison(
@@ -431,7 +441,7 @@ def _print_comparison(
         verdict = {True: "[green]better[/]", False: "[red]worse[/]", None: "no difference seen"}
         table.add_row(
             one.load,
-            TITLES[one.figure],
+            (TITLES | PARTS)[one.figure],
             number(one.earlier.median),
             number(one.now.median),
             f"{one.ratio.median:.2f} ({one.ratio.low:.2f}-{one.ratio.high:.2f})",

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter, thread_time
 from typing import Any, cast
 
@@ -114,7 +114,7 @@ def load_target(target: str) -> DynBatcher[Any, Any]:
 COPIED = (
     *("name", "max_batch_size", "workers", "devices", "stage_threads", "freeze_gc"),
     *("start_timeout", "stop_timeout", "max_frame_bytes", "max_shared_bytes"),
-    "shared_memory_threshold",
+    *("shared_memory_threshold", "stepped"),
 )
 # Options of a copy whose batches are timed: batches leave at once, and may take ten minutes.
 MEASURED: Any = {"policy": "greedy", "timeout": 600.0}
@@ -131,6 +131,8 @@ def copy_batcher(
     options: dict[str, Any] = {name: option.default for name, option in OPTIONS.items()}
     options |= {name: batcher.settings[name].value for name in COPIED} | changes
     options["num_workers"] = num_workers
+    if is_streaming(batcher):  # nothing is held
+        options["policy"] = OPTIONS["policy"].default
     if options["devices"] is not None:
         options["devices"] = [*islice(cycle(options["devices"]), num_workers)]
     if isinstance(options["workers"], RemoteWorkers):
@@ -233,7 +235,7 @@ async def examine_model(
 ) -> AsyncIterator[Check]:
     """Load the model in a worker, and time batches of it; ends with the first bad check."""
     watcher = _Watcher()
-    batcher = copy_batcher(original, **({} if is_streaming(original) else MEASURED))
+    batcher = copy_batcher(original, **MEASURED)
     batcher.add_observer(watcher)
     note("loading the model in a worker")
     began_at = perf_counter()
@@ -248,14 +250,11 @@ async def examine_model(
         size = 0 if watcher.pid is None else read_rss(watcher.pid)
         if size:
             yield Check("worker", "good", f"pid {watcher.pid}, {size / 2**20:.0f} MiB")
-        if is_streaming(original):
-            text = "a SteppedModel is not timed: fast-batcher bench measures the running app"
-            yield Check("batches", "good", text)
-        elif inputs:
+        if inputs:
             chosen = select_inputs(original, inputs)
             measured = await measure(batcher, chosen, note)
             times = [(size, median(found)) for size, found in measured.seconds.items()]
-            yield _judge_times(times)
+            yield _judge_times(times, is_streaming(original))
             if measured.fails_from is not None:
                 text = f"batches of {measured.fails_from} fail, and are computed in parts"
                 yield Check("batches", "warning", text, "lower max_batch_size; the log says why")
@@ -263,7 +262,8 @@ async def examine_model(
             yield await _check_independence(batcher, chosen)
         else:
             learned = batcher.explain().service_times
-            yield _judge_times([(round(size), seconds) for size, seconds, _ in learned])
+            times = [(round(size), seconds) for size, seconds, _ in learned]
+            yield _judge_times(times, is_streaming(original))
     except BatcherError as error:
         yield Check("batches", "bad", _first_line(error), _remedy_of(error))
     finally:
@@ -274,7 +274,7 @@ async def examine_model(
 class Measurement:
     """The times of a model in a worker."""
 
-    # Seconds of single batches, by their size; both rise.
+    # Seconds of single batches by their size, or of single steps by their streams; both rise.
     seconds: dict[int, list[float]]
     # Seconds of a lone request beside its batch: to the worker and back.
     overhead: float
@@ -283,6 +283,12 @@ class Measurement:
     loop_seconds: float
     # The smallest size whose batches fail as a whole, None without one. No larger one was timed.
     fails_from: int | None = None
+    # Chunks of the answers of a `SteppedModel`; empty for another model.
+    lengths: Sequence[int] = ()
+
+    def capacity(self, size: int) -> float:
+        """Return the requests per second of full batches, or of steps of so many streams."""
+        return size / median(self.seconds[size]) / fmean(self.lengths or [1])
 
 
 async def measure(
@@ -290,13 +296,18 @@ async def measure(
 ) -> Measurement:
     """Time batches of 1, 2, 4 and so on up to `max_batch_size`, on an open batcher.
 
+    Of a `SteppedModel` the steps of so many streams are timed, instead.
+
     Raises:
         BatcherError: The model failed.
+        TargetError: No stream has a second chunk.
     """
     watcher = _Watcher()
     batcher.add_observer(watcher)
     most = int(batcher.settings["max_batch_size"].value)
     sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
+    if is_streaming(batcher):
+        return await _measure_steps(batcher, inputs, sizes, note)
     values = cycle(inputs)
     fails_from = None
     latencies: list[float] = []
@@ -325,6 +336,43 @@ async def measure(
     return Measurement(seconds, overhead, max(median(cpu_seconds), 1e-6), fails_from)
 
 
+async def _measure_steps(
+    batcher: DynBatcher[Any, Any], inputs: list[Any], sizes: list[int], note: Callable[[str], None]
+) -> Measurement:
+    """Time the steps of whole answers that begin together."""
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    first_chunks: list[float] = []
+    lengths: list[int] = []
+    live = 0
+
+    async def read(value: Any, is_first: bool) -> None:
+        nonlocal live
+        moments = [perf_counter()]
+        async with await batcher.stream(value) as stream:
+            async for _ in stream:
+                moments.append(perf_counter())
+                if len(moments) == 2:
+                    first_chunks.append(moments[1] - moments[0])
+                    live += 1
+                # The first is woken before the others: `live` streams had a chunk before this one.
+                elif is_first and live in seconds:
+                    seconds[live].append(moments[-1] - moments[-2])
+        live -= len(moments) > 1
+        lengths.append(len(moments) - 1)
+
+    values, cpu_at = cycle(inputs), thread_time()
+    for size in sizes * BATCHES:
+        if len(seconds[size]) < BATCHES:
+            note(f"timing steps of {size} of {sizes[-1]} streams")
+            batch = enumerate(islice(values, size))
+            await asyncio.gather(*[read(value, not at) for at, value in batch])
+    seconds = {size: found for size, found in seconds.items() if found}
+    if 1 not in seconds:
+        raise TargetError("no answer has a second chunk, so no step can be timed")
+    overhead = max(0.0, min(first_chunks) - median(seconds[1]))
+    return Measurement(seconds, overhead, (thread_time() - cpu_at) / len(lengths), None, lengths)
+
+
 async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) -> Check:
     name = "batch independence"
     if batcher.settings["max_batch_size"].value < 2:
@@ -338,25 +386,27 @@ async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) 
     return Check(name, "good", "outputs do not depend on the other inputs of their batch")
 
 
-def _judge_times(timed: list[tuple[int, float]]) -> Check:
+def _judge_times(timed: list[tuple[int, float]], is_stepped: bool) -> Check:
+    name, unit = ("steps", "chunks") if is_stepped else ("batches", "requests")
     if not timed:
         return Check(
-            "batches",
+            name,
             "warning",
-            "nothing was timed: the model has no warmup_inputs",
-            "give --inputs FILE with inputs as JSON, or write warmup_inputs",
+            "nothing was timed" + ": the model has no warmup_inputs" * (not is_stepped),
+            "give --inputs FILE with inputs as JSON"
+            + ", or write warmup_inputs" * (not is_stepped),
         )
     text = ", ".join(f"t({size}) = {1e3 * seconds:.3g} ms" for size, seconds in timed)
     (small, first), (large, last) = timed[0], timed[-1]
     gain = (large / last) / (small / first)
     if large > small and gain < 1.2:
         return Check(
-            "batches",
+            name,
             "warning",
-            f"{text}: {gain:.2f} times the requests per second of single ones",
-            "this model gains little from batches; is infer a loop over its inputs?",
+            f"{text}: {gain:.2f} times the {unit} per second of single ones",
+            f"this model gains little from {name}; is it a loop over its inputs?",
         )
-    return Check("batches", "good", f"{text}; {gain:.2g} times as many requests per second")
+    return Check(name, "good", f"{text}; {gain:.2g} times as many {unit} per second")
 
 
 _IS_PLAIN = re.compile(r"'(dict|list)' object has no attribute")

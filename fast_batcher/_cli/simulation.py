@@ -172,3 +172,40 @@ def simulate(scheduler: Scheduler, load: Arrivals, seconds: Seconds, until: floa
     while (now := simulation.next_at) < inf and now <= until:
         simulation.advance(now)
     return simulation.history
+
+
+def simulate_steps(
+    load: Arrivals, draw_length: Callable[[], int], places: int, seconds: Seconds, end: float = inf
+) -> History:
+    """Let streams join at each boundary of a worker's steps until `end`, or until all have ended.
+
+    Args:
+        load: The arrivals.
+        draw_length: Returns the chunks of the next stream that joins.
+        places: Streams that run at a time.
+        seconds: Of a step, instead of a batch.
+        end: The moment after which no step begins.
+
+    Returns:
+        The streams that have joined, in this order. An answer is a first chunk, a batch is a step.
+    """
+    history, now = History(), 0.0
+    # Moments and clients of those that wait; clients and chunks left of those that run.
+    waiting: deque[tuple[float, int]] = deque()
+    running: list[tuple[int, int]] = []
+    while now < end and (running or waiting or load.next_at < inf):
+        if not (running or waiting):
+            now = max(now, load.next_at)
+        while load.next_at <= now:
+            waiting.append((load.next_at, load.pop()))
+        joining = [waiting.popleft() for _ in range(min(places - len(running), len(waiting)))]
+        running += [(client, draw_length()) for _, client in joining]
+        now += seconds(now, range(len(running)))
+        history.arrivals += [moment for moment, _ in joining]
+        history.answers += [now] * len(joining)
+        history.batch_sizes.append(len(running))
+        for client, left in running:
+            if left <= 1:
+                load.settled(now, client)
+        running = [(client, left - 1) for client, left in running if left > 1]
+    return history

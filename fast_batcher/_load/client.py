@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import httptools
@@ -146,6 +147,10 @@ class Record:
     elapsed: float = 0.0
     # Seconds from the scheduled arrival until the request was sent, in an open loop.
     lags: list[float] = field(default_factory=list)
+    # Of good answers of the measured time whose bodies came in several parts: seconds from the
+    # request's moment to the first part, and from each part to the next.
+    first_parts: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
     # The longest time in the measured time without a good answer, seconds.
     longest_gap: float = 0.0
     # Status and body of the first answer that was an error; empty without one.
@@ -175,8 +180,10 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        # Whether the head of an answer is complete, and whether it has one of `LENGTHS`.
-        self._has_head = self._has_length = False
+        # Whether the head of an answer is complete, and those of `LENGTHS` that it has.
+        self._has_head, self._lengths = False, set[bytes]()
+        # Moments at which parts of the body came, if the answer does not state its length.
+        self.part_moments: list[float] = []
         # The status of a complete answer, and whether the connection stays open; None without one.
         self._end: tuple[int, bool] | None = None
         # The scheduled moment of the request in flight; None without one.
@@ -192,23 +199,26 @@ class Connection(asyncio.Protocol):
         """Send a request that was due at this moment."""
         assert self._transport is not None
         self.due = due
+        self.part_moments = []
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
         """Parse a part of an answer; tell the owner when it is complete."""
+        parts = len(self._body)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._owner.disconnected(self, f"an answer that is not HTTP: {error!r}")
             self.close()
         else:
+            if len(self._body) > parts and LENGTHS[0] not in self._lengths:
+                self.part_moments.append(time.perf_counter())
             if self._end is not None:
                 self._finish(*self._end)
 
     def on_header(self, name: bytes, _: bytes) -> None:
         """Note whether the answer says where its body ends."""
-        if name.lower() in LENGTHS:
-            self._has_length = True
+        self._lengths |= {name.lower()}.intersection(LENGTHS)
 
     def on_headers_complete(self) -> None:
         """Note that the head is complete."""
@@ -227,12 +237,12 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """Take the end of the connection for the end of a body without a length."""
-        if self._has_head and not self._has_length:
+        if self._has_head and not self._lengths:
             self._finish(self._parser.get_status_code(), False)
 
     def _finish(self, status: int, is_open: bool) -> None:
         body, self._body, self._end = b"".join(self._body), [], None
-        self._has_length = False
+        self._lengths = set()
         due, self.due = self.due, None
         if due is None:  # it ends an idle connection, as with 408
             self._owner.disconnected(self, "an answer without a request")
@@ -382,7 +392,7 @@ class Client:
         """Note a complete answer, and use the connection again, or another one."""
         now = time.perf_counter()
         if 200 <= status < 300:
-            self._note_answer(due, now)
+            self._note_answer(due, now, connection.part_moments)
         else:
             self._lost[f"status {status}"] += 1
             if not self.record.first_error:
@@ -496,10 +506,13 @@ class Client:
         idle, self._idle = self._idle, []
         return idle
 
-    def _note_answer(self, due: float, now: float) -> None:
+    def _note_answer(self, due: float, now: float, part_moments: list[float]) -> None:
         self.record.answers += 1
         if self._is_measured(due):
             self.record.latencies.append(now - due)
+            if len(part_moments) > 1:
+                self.record.first_parts.append(part_moments[0] - due)
+                self.record.gaps += [later - one for one, later in pairwise(part_moments)]
         if self._plan.rate is not None:
             # An answer that comes after a growing queue says nothing about this time.
             self._answered += self._is_measured(now)

@@ -20,7 +20,7 @@ BUSY_LIMIT = 0.7
 PERCENTILES = ("p50_ms", "p95_ms", "p99_ms")
 # The figures of two runs that are compared; the 99th percentile of a short run rests on a few
 # answers.
-COMPARED = ("requests_per_second", "p50_ms", "p95_ms")
+COMPARED = ("requests_per_second", "p50_ms", "p95_ms", "first_p50_ms", "gap_p50_ms")
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,29 @@ def test_an_endpoint_is_measured_with_stated_bodies(url: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_parts_of_streamed_bodies_are_timed(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    done = bench(f"{url}/parts", *SHORT, "--json", str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "first p50 ms" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for one in json.loads(path.read_text())["measurements"]:
+        figures = one["figures"]
+        assert figures["first_p50_ms"] < figures["p50_ms"]
+        assert figures["gap_p50_ms"] <= figures["gap_p99_ms"]
+    again = bench(f"{url}/parts", "--compare", str(path))
+    assert "first p50 ms" in again.stdout.partition("Compared with")[2]
+
+
+@pytest.mark.slow
+def test_bodies_of_a_stated_length_are_not_taken_for_streams(url: str) -> None:
+    done = bench(f"{url}/large", *SHORT, "--json", "-")
+    for one in json.loads(done.stdout)["measurements"]:
+        assert one["figures"]["answers"] > 0
+        assert "first_p50_ms" not in one["figures"]
+
+
+@pytest.mark.slow
 def test_two_runs_are_compared(url: str, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     done = bench(f"{url}/shout/hello%20you", *SHORT, "--json", str(earlier))

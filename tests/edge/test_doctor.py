@@ -87,6 +87,28 @@ def test_a_model_is_loaded_and_timed(target: str, tmp_path: Path) -> None:
         assert f"t({size}) = " in checks["batches"]["text"]
 
 
+@pytest.mark.parametrize("target", ["command_models:Streams", "command_models:named"])
+def test_steps_are_timed_by_their_streams(target: str) -> None:
+    code, checks = examine(target, "--inputs", "command_models:LENGTHS")
+    assert code == 0
+    for size in (1, 2, 4, 8, 16, 32):
+        assert f"t({size}) = " in checks["steps"]["text"]
+    assert "times as many chunks per second" in checks["steps"]["text"]
+    assert checks["batch independence"]["level"] == "good"
+
+
+def test_steps_are_not_timed_without_inputs() -> None:
+    code, checks = examine("command_models:Streams")
+    assert (code, checks["steps"]["level"]) == (0, "warning")
+    assert checks["steps"]["remedy"] == "give --inputs FILE with inputs as JSON"
+
+
+def test_answers_of_one_chunk_have_no_step_to_time() -> None:
+    code, checks = examine("command_models:Streams", "--inputs", "command_models:ONES")
+    assert code == 1
+    assert checks["target"]["text"].startswith("no answer has a second chunk")
+
+
 def test_inputs_come_from_a_module() -> None:
     for source in ("command_models:INPUTS", "command_models:make_inputs"):
         code, checks = examine("command_models:batcher", "--inputs", source)

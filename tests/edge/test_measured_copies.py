@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_models import Doubler, Streams
+from command_models import Doubler
 from limited_app import EVERY_OPTION, bare, limited
 from programs import run_command
 from server_load import URL
@@ -107,15 +107,3 @@ def test_live_server_gets_no_request(
     assert get(f"{url}/computed").json() == 2
     server.process.terminate()
     server.wait_for_exit()
-
-
-@pytest.mark.slow
-def test_streams_are_not_measured() -> None:
-    assert DynBatcher(Streams).settings["max_batch_size"].value == 32
-    done = run("doctor", "command_models:Streams", "--inputs", "command_models:INPUTS", "--json")
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
-    assert done.returncode == 0
-    assert checks["batches"]["text"].startswith("a SteppedModel is not timed")
-    done = run("tune", "command_models:Streams", "--inputs", "command_models:INPUTS")
-    assert done.returncode == 1
-    assert "a SteppedModel is not timed; use fast-batcher bench" in " ".join(done.stderr.split())

@@ -33,7 +33,13 @@ from fast_batcher._cli.advice import (
 )
 from fast_batcher._cli.main import app
 from fast_batcher._cli.model import Measurement, TargetError, read_inputs
-from fast_batcher._cli.simulation import Arrivals, open_scheduler, poisson, simulate
+from fast_batcher._cli.simulation import (
+    Arrivals,
+    open_scheduler,
+    poisson,
+    simulate,
+    simulate_steps,
+)
 from fast_batcher.errors import QueueFullError
 
 HERE = Path(__file__).parent
@@ -91,6 +97,34 @@ def test_the_arrivals_of_a_trace_are_used() -> None:
     # A burst of forty is one batch where that is allowed, and many where it is not.
     by_size = {one.max_batch_size: one.outcome.p95 for one in advice.candidates}
     assert by_size[64] < by_size[1] / 2
+
+
+def measured_steps(fixed: float, each: float, length: int) -> Measurement:
+    """A model that answers in steps of constant times."""
+    seconds = {size: [fixed + each * size] * 3 for size in SIZES}
+    return Measurement(seconds, overhead=0.0, loop_seconds=1e-5, lengths=[length])
+
+
+def test_a_stream_joins_at_the_next_step_with_a_free_place() -> None:
+    moments = [0.0, 0.5, 0.5, 9.5, 20.25]
+    history = simulate_steps(Arrivals(moments), lambda: 3, 2, lambda _, live: float(len(live)))
+    assert history.arrivals == moments
+    # Steps of one stream end at 1, of two at 3 and 5; the third stream waits for a place until 5.
+    assert history.answers == [1.0, 3.0, 7.0, 10.5, 21.25]
+    assert history.batch_sizes == [1, 2, 2, 2, *[1] * 8]
+
+
+def test_places_are_recommended_for_the_first_chunk() -> None:
+    """So many that few streams wait for a place, and that 95 % have a chunk in time."""
+    measurement = measured_steps(0.002, 0.001, 20)
+    assert advice_for(measurement).chosen.capacity == pytest.approx(32 / (0.034 * 20))
+    limited = advice_for(measurement, rate=30.0, target=0.050)
+    assert limited.chosen.outcome.p95 <= 0.050
+    assert limited.chosen.max_batch_size >= 8
+    assert limited.candidates[1].outcome.p95 > 0.050
+    assert limited.settings["max_latency"] == 0.050
+    assert "by simulation, first chunks" in text_of(limited)
+    assert not advice_for(measurement, target=0.002).meets_target
 
 
 def answered_within(size: int, rate: float, target: float) -> float:
@@ -332,6 +366,31 @@ def test_the_command_measures_and_recommends(tmp_path: Path) -> None:
     assert [one["max_batch_size"] for one in found["advice"]["candidates"]] == [1, 2, 4, 8]
     assert found["advice"]["chosen"]["max_batch_size"] == 8
     assert tomllib.loads(settings.read_text())["batchers"]["Sleeper"]["max_batch_size"] == 8
+
+
+@pytest.mark.slow
+def test_the_command_recommends_places_for_streams() -> None:
+    arguments = ["command_models:Streams", "--inputs", "command_models:LENGTHS", "--most", "4"]
+    done = run_command(
+        [
+            sys.executable,
+            "-m",
+            "fast_batcher",
+            "tune",
+            *arguments,
+            "--rate",
+            "10",
+            "--check",
+            "--json",
+        ],
+        cwd=HERE,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [one["max_batch_size"] for one in found["advice"]["candidates"]] == [1, 2, 4]
+    assert found["advice"]["is_of_streams"]
+    assert found["real"]["requests"] > 0
+    assert found["real"]["outcome"]["lost"] == 0
 
 
 @pytest.mark.slow

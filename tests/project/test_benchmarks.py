@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic, and that a benchmark runs from the command line."""
 
 import asyncio
+import importlib
 import json
 import operator
 import os
@@ -19,6 +20,9 @@ from benchmarks.cpu import TreeCpu, descendants, process_cpu
 from benchmarks.loops import mean_batch_size, open_loop
 from benchmarks.report import Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load, steady_rate
+from benchmarks.stepping import MEAN, PLACES, STEP_TIMES
+from benchmarks.streams import compute_ideal
+from benchmarks.systems import SYSTEMS
 from fast_batcher._load.report import Spread
 
 TABLE = Table("A table", "full_speed", Load("NoOp", 8, 64, 1.0), ("ours", "floor"), {"us": "cost"})
@@ -165,3 +169,34 @@ def test_overhead_command_stores_its_results(tmp_path: Path) -> None:
     assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
     assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
     assert "[2/2]" in done.stderr
+
+
+# Streams.
+
+
+def test_the_ideal_has_no_free_place_with_twice_as_many_clients() -> None:
+    figures = compute_ideal(Load("Steps", PLACES, 2 * PLACES, 1.0), 1)
+    assert figures["live"] == PLACES
+    assert figures["steps_per_second"] == pytest.approx(1 / STEP_TIMES["Steps"].of(PLACES))
+    # The mean length is cut off.
+    rate = PLACES * figures["steps_per_second"] / figures["requests_per_second"]
+    assert 19 < rate < MEAN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "system", ["whole answers", "static batches, streamed", "continuous", "pipe and queues"]
+)
+def test_each_system_streams_all_chunks_and_counts_its_steps(system: str) -> None:
+    known = SYSTEMS[system]
+    adapter = importlib.import_module(f"benchmarks.systems.{known.adapter}")
+
+    async def ask() -> None:
+        async with adapter.opened(Load("QuickSteps", 2, 3, 1.0), **known.settings) as process:
+            answers = await asyncio.gather(*map(process, (4, 6, 5)))
+            assert [answer.chunks for answer in answers] == [4, 6, 5]
+            steps, chunks = process.count.read()
+            assert chunks == 15
+            assert 8 <= steps <= 15
+
+    asyncio.run(ask())

@@ -50,7 +50,8 @@ BUDGETS = {
         634,
     ),
     "independence": (r"_independence\.py", 93),
-    "tools": (r"(_cli|_load)/|__main__\.py", 2340),
+    # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
+    "tools": (r"(_cli|_load)/|__main__\.py", 2430),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1691),
     "core": ("", 17_981),
 }

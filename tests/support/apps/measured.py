@@ -1,10 +1,13 @@
 """Endpoints of several kinds, without a batcher: what `fast-batcher bench` is tried on."""
 
+import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import FastAPI, Header, HTTPException, Response
 from pydantic import BaseModel, Field
+from starlette.responses import StreamingResponse
 
 app = FastAPI()
 asked: Counter[str] = Counter()
@@ -55,3 +58,21 @@ async def guard(authorization: Annotated[str, Header()] = "") -> None:
 async def label() -> Response:
     # It comes before the header that has the length.
     return Response("short", headers={"X-Uncompressed-Content-Length": "999"})
+
+
+@app.get("/parts")
+async def send_parts() -> StreamingResponse:
+    return StreamingResponse(_make_parts())
+
+
+async def _make_parts() -> AsyncIterator[str]:
+    for part in ("one", "two", "three"):
+        yield part
+        # So long that a client reads the parts apart.
+        await asyncio.sleep(0.02)
+
+
+@app.get("/large")
+async def large() -> Response:
+    """A body that comes in many parts, because it is larger than what a socket holds."""
+    return Response(bytes(2**23))

@@ -1,0 +1,1 @@
+"""A small decoder over HTTP and WebSocket: it answers in steps, and streams its answers."""

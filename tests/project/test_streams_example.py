@@ -1,0 +1,93 @@
+"""The example of streams: its endpoints behind a real server, and what its model writes."""
+
+import json
+import sys
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+import torch
+from paths import ROOT
+from programs import run_command
+from servers import run_server
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+from waits import LIMIT
+
+from examples.streams.app import app
+from examples.streams.decoder import CHARACTERS, Decoder, Prompt
+
+pytestmark = pytest.mark.slow
+
+ASKED: dict[str, str | int] = {"text": "Once upon a time", "length": 30, "seed": 7}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """The model limits the threads of the process that it is in: here that of the tests."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def written() -> str:
+    """What the model writes alone."""
+    (characters,) = Decoder().infer([Prompt("Once upon a time", 30, 7)])
+    assert not isinstance(characters, Exception)
+    return "".join(characters)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with run_server("examples.streams.app:app", ROOT) as address:
+        yield address
+
+
+def test_a_text_does_not_depend_on_the_streams_beside_it(written: str) -> None:
+    decoder = Decoder()
+    others = [Prompt("x", 5, 1), Prompt("A longer one" * 10, 60, 2)]
+    beside = decoder.infer([others[0], Prompt("Once upon a time", 30, 7), others[1]])
+    assert beside[1] == list(written)
+    assert set(written) <= set(CHARACTERS)
+    assert len(set(written)) > 5
+
+
+def test_characters_are_sent_as_plain_text(address: str, written: str) -> None:
+    answer = httpx2.get(f"{address}/text", params=ASKED, timeout=LIMIT)
+    assert (answer.status_code, answer.text) == (200, written)
+
+
+def test_characters_are_sent_as_events(address: str, written: str) -> None:
+    answer = httpx2.get(f"{address}/events", params=ASKED, timeout=LIMIT)
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    *events, end, rest = answer.text.split("\n\n")
+    assert "".join(json.loads(event.removeprefix("data: ")) for event in events) == written
+    assert (end, rest) == ("event: end\ndata:", "")
+
+
+@pytest.mark.parametrize("wrong", [{"text": ""}, {"text": "\N{SNOWMAN}"}, {"length": 0}])
+def test_a_wrong_request_is_422_before_the_model(address: str, wrong: dict[str, str | int]) -> None:
+    answer = httpx2.get(f"{address}/text", params=ASKED | wrong, timeout=LIMIT)
+    assert answer.status_code == 422
+
+
+def test_a_websocket_answers_one_message_after_the_other(written: str) -> None:
+    with TestClient(app) as client, client.websocket_connect("/chat") as socket:
+        for _ in range(2):
+            socket.send_json(ASKED)
+            received = [*iter(socket.receive_text, "")]
+            assert "".join(received) == written
+        socket.send_text("no request")
+        with pytest.raises(WebSocketDisconnect) as caught:
+            socket.receive_text()
+        assert caught.value.code == 1007
+
+
+def test_doctor_times_its_steps() -> None:
+    inputs = ("--inputs", "examples.streams.decoder:PROMPTS")
+    command = [sys.executable, "-m", "fast_batcher", "doctor", "examples.streams.app:batcher"]
+    done = run_command([*command, *inputs, "--json"], cwd=ROOT)
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert "t(32) = " in checks["steps"]["text"]
+    assert checks["batch independence"]["level"] == "good"
