@@ -17,6 +17,29 @@ WorkerChange = Literal["started", "ready", "restarted", "lost", "recycled", "rem
 CacheResult = Literal["hit", "miss", "coalesced"]
 
 
+@dataclass(slots=True)
+class ChunkTimes:
+    """The chunks of a stream, which is a request of a `SteppedModel` in a batch of its own."""
+
+    # Moments of `time.monotonic`: the request arrived, and its first and its last chunk came; 0.0
+    # before the first.
+    arrived_at: float
+    first_at: float = 0.0
+    last_at: float = 0.0
+    # Chunks that came. If the stream begins again on another worker, they are counted anew.
+    count: int = 0
+
+    @property
+    def first_seconds(self) -> float | None:
+        """Seconds from the arrival to the first chunk, None before it."""
+        return self.first_at - self.arrived_at if self.count else None
+
+    @property
+    def mean_gap(self) -> float | None:
+        """Mean seconds between two chunks, None before the second."""
+        return (self.last_at - self.first_at) / (self.count - 1) if self.count > 1 else None
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BatchDispatched:
     """A batch is about to be sent to its worker, or to be computed by the decorated function.

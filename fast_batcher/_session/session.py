@@ -76,7 +76,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import WorkerChanged
+from fast_batcher.observing import ChunkTimes, WorkerChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -441,6 +441,8 @@ class LocalSession(Session):
     # Batches: from the queue to the worker.
 
     def _send(self, batch: Batch) -> None:
+        if self._is_stepped:
+            batch.requests[0].chunk_times = ChunkTimes(batch.requests[0].arrival)
         contexts = self._observers.follow(batch, dumps) if self._active else []
         size, worker = len(batch.requests), self.pool.workers[batch.worker]
         if self._is_stepped and self.settings.max_batch_cost is not None:
@@ -535,8 +537,9 @@ class LocalSession(Session):
         if batch is None:
             self._reject_answer(batch_id)
             return None
-        batch.infer_seconds = seconds
-        self._ledger.complete_batch(now, batch)
+        if not self._is_stepped:  # its steps are recorded instead
+            batch.infer_seconds = seconds
+            self._ledger.complete_batch(now, batch)
         if self.pool.recycles:
             self.pool.batch_answered(worker)
         return batch
@@ -702,8 +705,15 @@ class LocalSession(Session):
         return workers.ready_count, self.scheduler.waiting, workers.running
 
     def read_stats(self) -> BatcherStats:
-        """Return a snapshot of the counts, the load and the padding."""
-        return replace(super().read_stats(), padding=self.scheduler.padding)
+        """Return a snapshot of the counts, the load, and the padding or the places of streams."""
+        if not self._is_stepped:
+            return replace(super().read_stats(), padding=self.scheduler.padding)
+        places, workers = self.settings.batch_limit, self.scheduler.workers
+        return replace(
+            super().read_stats(),
+            places=places * workers.ready_count,
+            live_streams=workers.count_live(places),
+        )
 
     @property
     def num_workers(self) -> int:

@@ -1,6 +1,7 @@
 """Streams: requests whose callers get chunks before they end. API process, event loop's thread.
 
     stepped --give_chunks--> ChunkQueue <--read-- Stream, the user's
+       '--note_step--> StreamFigures
 
 A `ChunkQueue` stands in the place of the future of a request, so that a stream is settled once, as
 every request: at its end, or with an error. A request with a future gets the list of all chunks.
@@ -12,8 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
+from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher.errors import BatcherError
+from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 ChunkT = TypeVar("ChunkT")
 
@@ -206,6 +209,47 @@ class Stream(Generic[ChunkT]):
         # The app has dropped it, as Starlette does when a client disconnects; on any thread.
         if not self._request.is_settled:
             self._call(self._abandon, self._request)
+
+
+class StreamFigures:
+    """Figures of the streams of one batcher, for its statistics."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self._steps = 0
+        # Seconds of the last streams with a chunk, from the arrival until the stream had a place,
+        # and until its first chunk.
+        self.waits: deque[float] = deque(maxlen=SAMPLED_BATCHES)
+        self._first_chunks: deque[float] = deque(maxlen=SAMPLED_BATCHES)
+        # Seconds between two chunks of a stream, one of each of the last steps.
+        self._gaps: deque[float] = deque(maxlen=SAMPLED_BATCHES)
+
+    def note_step(self, now: float, streams: list[Batch]) -> None:
+        """Record the chunks of a step."""
+        self.chunks += len(streams)
+        self._steps += 1
+        sampled = streams[self._steps % len(streams)].requests[0].chunk_times
+        if sampled.count:
+            self._gaps.append(now - sampled.last_at)
+        for batch in streams:
+            request = batch.requests[0]
+            if request.is_settled:  # an observer may have its times
+                continue
+            times = request.chunk_times
+            if not times.count:
+                times.first_at = now
+                self.waits.append(joined_at(batch) - request.arrival)
+                self._first_chunks.append(now - request.arrival)
+            times.count += 1
+            times.last_at = now
+
+    def describe(self) -> dict[str, Any]:
+        """Return fields of `BatcherStats`."""
+        fields: dict[str, Any] = {"chunks": self.chunks}
+        for name, samples in (("first_chunk", self._first_chunks), ("chunk_gap", self._gaps)):
+            found = weighted_quantiles([(seconds, 1) for seconds in samples], (0.50, 0.95))
+            fields[f"{name}_p50"], fields[f"{name}_p95"] = found
+        return fields
 
 
 def give_chunks(
