@@ -58,6 +58,8 @@ class BatchDispatched:
     # The context variables of the caller of each request; None for a request that is older than the
     # observer.
     contexts: Sequence[Context | None]
+    # Whether it is a stream: a request of a `SteppedModel`, which is a batch of its own.
+    is_stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,10 @@ class BatchLost:
     """A batch has ended without an answer; its requests may be tried again in other batches."""
 
     dispatched: BatchDispatched
-    # The cause, for example "worker lost", "not sendable", "closed".
+    # The cause, for example "worker lost", "not sendable", "closed", "skipped".
     reason: str
+    # The chunks of a stream until then; None for other batches.
+    chunks: ChunkTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class AnsweredRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswered:
-    """A worker has answered a batch.
+    """A worker has answered a batch, or a stream has ended; no event tells of its steps and chunks.
 
     Requests that ended before, because they expired or their callers left, were reported as
     `RequestEnded` and are not in `requests`.
@@ -106,18 +110,20 @@ class BatchAnswered:
     dispatched_at: float
     began_at: float
     answered_at: float
-    # Seconds that the model took, as the worker measured them.
+    # Seconds that the model took, as the worker measured them; those of a stream in its place.
     infer_seconds: float
     requests: Sequence[AnsweredRequest]
     # Requests that will be tried again in other batches, because the model has raised.
     retried: int = 0
     # The event of its dispatch, where an observer follows batches: see `Observer`.
     dispatched: BatchDispatched | None = None
+    # The chunks of a stream, whose end this is; None for other batches.
+    chunks: ChunkTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A request has ended without the answer of a batch."""
+    """A request has ended without the answer of a batch, or a stream before its last chunk."""
 
     model: str
     outcome: Outcome
@@ -126,6 +132,8 @@ class RequestEnded:
     # Seconds since its arrival; 0.0 if it was rejected on arrival.
     wait: float
     context: Context | None = None
+    # The chunks of a stream that a worker had; None for other requests.
+    chunks: ChunkTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)

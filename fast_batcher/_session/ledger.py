@@ -217,14 +217,16 @@ class Ledger:
         left, seconds = batch.left_waiting, batch.infer_seconds
         self.counters.samples.append((began_at, now, size, batch.release, left, waited, seconds))
 
-    def complete_step(self, now: float, streams: list[Batch], seconds: float, left: int) -> None:
+    def complete_step(
+        self, now: float, streams: list[Batch], outcomes: list[Any], seconds: float, left: int
+    ) -> None:
         """Record a step of a stepped model, which counts as a batch of the streams with a chunk."""
         if not streams:
             return
         size = len(streams)
         self.counters.count_batch(size, "step")
         self.counters.samples.append((now - seconds, now, size, "step", left, 0.0, seconds))
-        self.counters.streams.note_step(now, streams)
+        self.counters.streams.note_step(now, streams, outcomes)
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
@@ -280,7 +282,10 @@ class Ledger:
         self.counters.outcomes[outcome] += 1
         if self.observers.active:
             wait = 0.0 if outcome == "rejected" else monotonic() - request.arrival
-            self.observers.tell(RequestEnded(self._name, outcome, reason, wait, request.context))
+            event = RequestEnded(
+                self._name, outcome, reason, wait, request.context, request.chunk_times
+            )
+            self.observers.tell(event)
 
 
 def _outcome_of(error: BaseException) -> Outcome:

@@ -53,7 +53,6 @@ from fast_batcher._core.values import (
     Step,
     most_streams,
     or_infinite,
-    settle,
 )
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender, SharedAnswer
@@ -629,28 +628,32 @@ class LocalSession(Session):
         if scheduler.is_poll_due:
             # Newcomers travel while the worker computes its next step.
             self._advance(now)
-        self._ledger.complete_step(now, streams, seconds, scheduler.queue.size)
-        self._give_chunks(streams, outcomes)
+        self._ledger.complete_step(now, streams, outcomes, seconds, scheduler.queue.size)
+        failures = self._give_chunks(streams, outcomes)
         for batch in finished:
-            self._ledger.answer(batch, batch.requests, [batch.chunks or []])
+            outcome = failures.get(batch.id, batch.chunks or [])
+            self._ledger.answer(batch, batch.requests, [outcome])
             if self.pool.recycles:
                 self.pool.batch_answered(worker)
         if self._drained is not None:
             self._notice_drained()
 
-    def _give_chunks(self, streams: list[Batch], outcomes: list[Any]) -> None:
-        """Give the requests of a step their chunks; fail some, and let some wait for readers."""
-        failed, full = give_chunks(streams, outcomes, self._deadline_of)
-        for request, error in failed:
-            self.scheduler.cancel(request)  # it leaves, unless it ends with this step
-            settle(request)
-            self._ledger.fail(request, error, "failed")
-            self.run_soon()
+    def _give_chunks(self, streams: list[Batch], outcomes: list[Any]) -> dict[int, Failure]:
+        """Give the requests of a step their chunks; let some streams wait for readers.
+
+        Streams that fail before their end leave. Returns the others that fail, by batch id.
+        """
+        failures, full = give_chunks(streams, outcomes, self._deadline_of)
+        for batch in streams if failures else ():
+            if batch.id in failures and self.scheduler.cancel(batch.requests[0]):
+                self._ledger.fail(batch.requests[0], failures[batch.id].error, "failed")
+                self.run_soon()
         for batch in full:
             if self.scheduler.workers.find(batch.worker, batch.id) is batch:  # it has not ended
                 batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
                 self.scheduler.workers.pause(batch)
                 self.pool.workers[batch.worker].order(Order.PAUSE, batch.id)
+        return failures
 
     def _deadline_of(self, request: Request) -> float:
         """Return the moment by which a stream must have its next chunk, or be read."""

@@ -15,7 +15,6 @@ from typing import Any, Generic, Self, TypeVar
 
 from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
-from fast_batcher.errors import BatcherError
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 ChunkT = TypeVar("ChunkT")
@@ -224,16 +223,17 @@ class StreamFigures:
         # Seconds between two chunks of a stream, one of each of the last steps.
         self._gaps: deque[float] = deque(maxlen=SAMPLED_BATCHES)
 
-    def note_step(self, now: float, streams: list[Batch]) -> None:
+    def note_step(self, now: float, streams: list[Batch], outcomes: list[Any]) -> None:
         """Record the chunks of a step."""
         self.chunks += len(streams)
         self._steps += 1
         sampled = streams[self._steps % len(streams)].requests[0].chunk_times
         if sampled.count:
             self._gaps.append(now - sampled.last_at)
-        for batch in streams:
+        for batch, outcome in zip(streams, outcomes, strict=True):
             request = batch.requests[0]
-            if request.is_settled:  # an observer may have its times
+            # An observer may have the times of a request that is settled.
+            if request.is_settled or outcome.__class__ is Failure:
                 continue
             times = request.chunk_times
             if not times.count:
@@ -254,13 +254,13 @@ class StreamFigures:
 
 def give_chunks(
     streams: list[Batch], outcomes: list[Any], deadline_of: Callable[[Request], float]
-) -> tuple[list[tuple[Request, BatcherError]], list[Batch]]:
+) -> tuple[dict[int, Failure], list[Batch]]:
     """Give the requests of a step their chunks.
 
     Returns:
-        The requests that have failed instead, and the streams that are to pause.
+        The failures of streams by batch id, and the streams that are to pause.
     """
-    failed: list[tuple[Request, BatcherError]] = []
+    failures: dict[int, Failure] = {}
     full: list[Batch] = []
     for batch, outcome in zip(streams, outcomes, strict=True):
         request = batch.requests[0]
@@ -268,7 +268,7 @@ def give_chunks(
             continue
         queue = request.caller
         if outcome.__class__ is Failure:
-            failed.append((request, outcome.error))
+            failures[batch.id] = outcome
         elif isinstance(queue, ChunkSink):
             request.has_chunks = True
             # The batch keeps its earlier deadline, at which the scheduler looks at the request's.
@@ -279,4 +279,4 @@ def give_chunks(
             batch.chunks = [outcome]
         else:
             batch.chunks.append(outcome)
-    return failed, full
+    return failures, full

@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 from models.base import Echo
 from models.stepped import Counter, Plan
+from recorder import Recorder
 from sessions import Make, make_any, own_directory
-from waits import both_loops, one_loop, until
+from waits import LIMIT, both_loops, one_loop, until
 
-from fast_batcher import DynBatcher
+from fast_batcher import DynBatcher, InferenceError, WorkerLostError
+from fast_batcher.observing import (
+    BatchAnswered,
+    BatchDispatched,
+    BatchLost,
+    ChunkTimes,
+    RequestEnded,
+)
 
 __all__ = ["make_any", "own_directory"]
 
@@ -73,3 +81,95 @@ async def test_other_models_have_no_figures_of_streams(make_any: Make) -> None:
     for found in (stats, batcher.stats):
         assert (found.places, found.live_streams, found.chunks) == (None, 0, 0)
         assert found.first_chunk_p50 is found.chunk_gap_p50 is None
+
+
+# Events.
+
+
+class Follower(Recorder):
+    """Keeps the events of dispatches and of losses, too."""
+
+    def batch_dispatched(self, event: BatchDispatched) -> None:
+        self._keep(event)
+
+    batch_lost = Recorder._keep
+
+
+def check(chunks: ChunkTimes, count: int) -> None:
+    """Check the times of a stream with so many chunks."""
+    assert chunks.count == count
+    assert chunks.arrived_at < chunks.first_at <= chunks.last_at
+    assert chunks.first_seconds == chunks.first_at - chunks.arrived_at
+    assert (chunks.mean_gap is None) is (count == 1)
+
+
+def test_chunk_times_before_the_first_and_the_second_chunk() -> None:
+    assert ChunkTimes(5.0).first_seconds is ChunkTimes(5.0).mean_gap is None
+    one, three = ChunkTimes(5.0, 6.0, 6.0, 1), ChunkTimes(5.0, 6.0, 8.0, 3)
+    assert (one.first_seconds, one.mean_gap) == (1.0, None)
+    assert (three.first_seconds, three.mean_gap) == (1.0, 1.0)
+
+
+@both_loops
+async def test_the_end_of_a_stream_is_an_event_with_its_chunks(make_any: Make) -> None:
+    recorder = Recorder()
+    options: Any = {"observers": [recorder], "model_args": (0.001,)}
+    async with make_any(Counter, **options) as batcher:
+        assert await read(batcher, Plan("p", 3)) == 3
+        assert await batcher.process_batched(Plan("w", 2)) == ["w:1", "w:2"]
+        assert await read(batcher, Plan("e", 1, 1, "end")) == 0
+        await until(lambda: len(recorder.answered) == 3)
+        with pytest.raises(InferenceError):
+            await read(batcher, Plan("f", 9, 3, "fail"))
+        await until(lambda: len(recorder.answered) == 4)
+        async with await batcher.stream(Plan("long", ENDLESS)) as stream:
+            assert await anext(stream) == "long:1"
+        await until(lambda: len(recorder.of(RequestEnded)) == 1)
+    events = recorder.of(BatchAnswered)
+    assert [(event.size, event.requests[0].outcome) for event in events] == [
+        *[(1, "completed")] * 3,
+        (1, "failed"),
+    ]
+    for event, count in zip(events, [3, 2, 0, 2], strict=True):
+        if count:
+            check(event.chunks, count)
+        assert event.chunks.count == count
+        assert event.dispatched_at <= event.began_at
+        assert event.began_at + event.infer_seconds <= event.answered_at
+        assert event.chunks.last_at <= event.answered_at
+        (request,) = event.requests
+        assert 0 <= request.queue_wait <= request.total - event.infer_seconds
+    (left,) = recorder.of(RequestEnded)
+    assert (left.outcome, left.reason) == ("cancelled", "running")
+    check(left.chunks, left.chunks.count)
+    assert left.chunks.first_seconds < left.wait
+
+
+@one_loop
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+async def test_a_lost_stream_is_an_event_with_its_chunks(own_directory: None, shared: bool) -> None:
+    follower = Follower(needs_context=True)
+    options: Any = {"observers": [follower], "timeout": LIMIT, "shared": shared}
+    async with DynBatcher(Counter, **options) as batcher:
+        with pytest.raises(WorkerLostError):
+            await read(batcher, Plan("k", 9, 3, "kill"))
+        assert await read(batcher, Plan("p", 1)) == 1
+        await until(lambda: len(follower.answered) == 1)
+    (lost,) = follower.of(BatchLost)
+    (ended,) = follower.of(RequestEnded)
+    assert (lost.reason, ended.reason) == ("worker lost", "worker lost")
+    assert lost.chunks == ended.chunks
+    check(lost.chunks, 2)
+    assert [event.is_stream for event in follower.of(BatchDispatched)] == [True, True]
+
+
+@one_loop
+async def test_events_of_other_models_have_no_chunks(make_any: Make) -> None:
+    follower = Follower(needs_context=True)
+    async with make_any(Echo, observers=[follower]) as batcher:
+        assert await batcher.process_batched(1) == 1
+        await until(lambda: len(follower.answered) == 1)
+    (dispatched,) = follower.of(BatchDispatched)
+    assert not dispatched.is_stream
+    (answered,) = follower.of(BatchAnswered)
+    assert answered.chunks is None

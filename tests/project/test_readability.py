@@ -47,12 +47,12 @@ FOREIGN_NAMES = {
 BUDGETS = {
     "streams": (
         r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_times\.py|_host/streams\.py",
-        668,
+        667,
     ),
     "independence": (r"_independence\.py", 93),
     "tools": (r"(_cli|_load)/|__main__\.py", 2340),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1691),
-    "core": ("", 18_024),
+    "core": ("", 18_036),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
