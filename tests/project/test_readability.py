@@ -51,7 +51,7 @@ BUDGETS = {
     ),
     "independence": (r"_independence\.py", 93),
     "tools": (r"(_cli|_load)/|__main__\.py", 2340),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1731),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1739),
     "core": ("", 18_036),
 }
 
