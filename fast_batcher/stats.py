@@ -146,6 +146,10 @@ class Explanation:
     # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
     # quantile, by size.
     service_times: Sequence[tuple[float, float, float]] = ()
+    # Of a `SteppedModel`, whose batches are its steps, and whose requests are chunks: places of a
+    # worker, and median seconds for which streams waited for a place. None for other models.
+    places: int | None = None
+    place_wait: float = 0.0
 
     @property
     def load(self) -> float | None:
@@ -156,6 +160,14 @@ class Explanation:
         """Explain in sentences."""
         if self.cause == "no data":
             return f"No explanation: {_SENTENCES[self.cause]}."
+        if self.places is not None:
+            return (
+                f"{self.batches} steps in {self.seconds:.3g} seconds: "
+                f"{self.requests_per_second:.4g} chunks per second; the workers were busy for "
+                f"{self.busy:.0%} of the time. On average {self.mean_batch_size:.3g} of the "
+                f"{self.places} places of a worker have a chunk in a step. Streams waited for a "
+                f"place for {self.place_wait:.2g} s (median). Advice: {self.advice}."
+            )
         load = "" if self.load is None else f", {self.load:.0%} of the capacity"
         return (
             f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "

@@ -32,6 +32,7 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.stream_explanation import explain_streams
 from fast_batcher._core.values import (
     BATCHES_PER_WORKER,
     QUEUED,
@@ -744,8 +745,11 @@ class LocalSession(Session):
             settings.enabled,
             self.scheduler.is_short_of_memory,
         )
+        samples = self._ledger.counters.list_samples()
+        if self._is_stepped:
+            return explain_streams(samples, setup, self._ledger.counters.streams.waits)
         learned = self.scheduler.service.points()
-        explained = explain(self._ledger.counters.list_samples(), setup, learned)
+        explained = explain(samples, setup, learned)
         return replace(explained, service_times=learned)
 
     # Events of the pool.

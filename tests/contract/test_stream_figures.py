@@ -54,6 +54,8 @@ async def test_figures_of_streams(make_any: Make) -> None:
         assert stats.chunk_gap_p50 is not None
         assert stats.chunk_gap_p95 is not None
         assert 0.001 <= stats.chunk_gap_p50 <= stats.chunk_gap_p95
+        await until(lambda: "4 places of a worker" in str(batcher.explain()))
+        assert batcher.explain().advice.startswith("nothing to change")
         for stream in streams:
             await stream.aclose()
         await until(lambda: batcher.stats.live_streams == 0)

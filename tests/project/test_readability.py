@@ -46,13 +46,13 @@ FOREIGN_NAMES = {
 # do not count. The first pattern that fits a file counts. A budget rises for a new ability alone.
 BUDGETS = {
     "streams": (
-        r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_times\.py|_host/streams\.py",
-        667,
+        r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_\w+\.py|_host/streams\.py",
+        733,
     ),
     "independence": (r"_independence\.py", 93),
     "tools": (r"(_cli|_load)/|__main__\.py", 2340),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1739),
-    "core": ("", 18_036),
+    "core": ("", 18_050),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
