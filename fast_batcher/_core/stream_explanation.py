@@ -4,7 +4,7 @@ What more places would give is read from a service model of the steps, which tel
 a step grows with its streams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fast_batcher._core.explanation import LEAST_GAIN, BatchSample, Setup
 from fast_batcher._core.service_model import ServiceModel
@@ -15,9 +15,12 @@ FULL_STEP = 0.9
 
 
 def explain_streams(
-    samples: Sequence[BatchSample], setup: Setup, waits: Sequence[float]
+    samples: Sequence[BatchSample], setup: Setup, begun: Iterable[tuple[float, float]]
 ) -> Explanation:
-    """Explain recent steps, oldest first, and the seconds that streams waited for their places."""
+    """Explain recent steps, oldest first.
+
+    `begun` are the moments of streams' first chunks, and the seconds that they waited for places.
+    """
     if len(samples) < 2:
         return Explanation(places=setup.max_batch_size)
     service = ServiceModel()
@@ -28,7 +31,8 @@ def explain_streams(
     taken = chunks / len(samples)
     step = service.median(taken)
     busy = sum(sample.infer_seconds for sample in samples) / (seconds * setup.num_workers)
-    wait = sorted(waits)[len(waits) // 2] if waits else 0.0
+    waits = sorted(waited for moment, waited in begun if moment >= samples[0].began_at)
+    wait = waits[len(waits) // 2] if waits else 0.0
     cause: Cause = "arrivals"
     if wait > step:  # a stream that finds a place waits no longer than until the next step
         is_full = taken >= FULL_STEP * setup.max_batch_size

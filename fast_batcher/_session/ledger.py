@@ -118,7 +118,7 @@ class Counters:
         # A wait counts for all requests of its batch.
         samples = self.list_samples()
         waits = [(sample.waited, sample.size) for sample in samples]
-        waits = [(seconds, 1) for seconds in self.streams.waits] or waits
+        waits = [(waited, 1) for _, waited in self.streams.waits] or waits
         infer_times = [(sample.infer_seconds, 1) for sample in samples]
         queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
         infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))

@@ -216,9 +216,9 @@ class StreamFigures:
     def __init__(self) -> None:
         self.chunks = 0
         self._steps = 0
-        # Seconds of the last streams with a chunk, from the arrival until the stream had a place,
-        # and until its first chunk.
-        self.waits: deque[float] = deque(maxlen=SAMPLED_BATCHES)
+        # Of the last streams with a chunk: the moment of the first, and the seconds that the stream
+        # waited for its place before; and the seconds from the arrival to that chunk.
+        self.waits: deque[tuple[float, float]] = deque(maxlen=SAMPLED_BATCHES)
         self._first_chunks: deque[float] = deque(maxlen=SAMPLED_BATCHES)
         # Seconds between two chunks of a stream, one of each of the last steps.
         self._gaps: deque[float] = deque(maxlen=SAMPLED_BATCHES)
@@ -238,7 +238,7 @@ class StreamFigures:
             times = request.chunk_times
             if not times.count:
                 times.first_at = now
-                self.waits.append(joined_at(batch) - request.arrival)
+                self.waits.append((now, joined_at(batch) - request.arrival))
                 self._first_chunks.append(now - request.arrival)
             times.count += 1
             times.last_at = now

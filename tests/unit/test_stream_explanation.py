@@ -38,7 +38,9 @@ def explained(
     sizes: Iterable[int], seconds: Seconds, waits: list[float], *, has_cost: bool = False
 ) -> Explanation:
     setup = Setup(PLACES, 1, has_cost_limit=has_cost, is_grouped=False)
-    return explain_streams(steps(sizes, seconds), setup, waits)
+    # A stream that began before the first of these steps does not count.
+    begun = [(99.0, 77.0)] * 99 + [(100.1, waited) for waited in waits]
+    return explain_streams(steps(sizes, seconds), setup, begun)
 
 
 FULL = [8] * 100
