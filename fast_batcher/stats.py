@@ -159,7 +159,10 @@ class Explanation:
     def __str__(self) -> str:
         """Explain in sentences."""
         if self.cause == "no data":
-            return f"No explanation: {_SENTENCES[self.cause]}."
+            told = _SENTENCES[self.cause]
+            if self.places is not None:
+                told = "fewer than two steps gave chunks"
+            return f"No explanation: {told}."
         if self.places is not None:
             return (
                 f"{self.batches} steps in {self.seconds:.3g} seconds: "

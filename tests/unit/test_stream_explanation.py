@@ -84,4 +84,4 @@ def test_the_text_speaks_of_streams() -> None:
 def test_one_step_explains_nothing() -> None:
     found = explained([3], level, [])
     assert (found.cause, found.places) == ("no data", PLACES)
-    assert str(found).startswith("No explanation")
+    assert str(found) == "No explanation: fewer than two steps gave chunks."
