@@ -915,7 +915,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             if isinstance(calls, SingleFlight):
                 stats = dataclasses.replace(stats, cache_lookups=len(calls.lookups))
             return stats
-        return self._ledger.counters.snapshot(self.state, self._settings.fewest_workers, (0, 0, 0))
+        workers, places = self._settings.fewest_workers, 0 if self._model.spec.is_stepped else None
+        return self._ledger.counters.snapshot(self.state, workers, (0, 0, 0), places=places)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled, as a part of an app would be."""

@@ -17,6 +17,29 @@ WorkerChange = Literal["started", "ready", "restarted", "lost", "recycled", "rem
 CacheResult = Literal["hit", "miss", "coalesced"]
 
 
+@dataclass(slots=True)
+class ChunkTimes:
+    """The chunks of a stream, which is a request of a `SteppedModel` in a batch of its own."""
+
+    # Moments of `time.monotonic`: the request arrived, and its first and its last chunk came; 0.0
+    # before the first.
+    arrived_at: float
+    first_at: float = 0.0
+    last_at: float = 0.0
+    # Chunks that came. If the stream begins again on another worker, they are counted anew.
+    count: int = 0
+
+    @property
+    def first_seconds(self) -> float | None:
+        """Seconds from the arrival to the first chunk, None before it."""
+        return self.first_at - self.arrived_at if self.count else None
+
+    @property
+    def mean_gap(self) -> float | None:
+        """Mean seconds between two chunks, None before the second."""
+        return (self.last_at - self.first_at) / (self.count - 1) if self.count > 1 else None
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BatchDispatched:
     """A batch is about to be sent to its worker, or to be computed by the decorated function.
@@ -35,6 +58,8 @@ class BatchDispatched:
     # The context variables of the caller of each request; None for a request that is older than the
     # observer.
     contexts: Sequence[Context | None]
+    # Whether it is a stream: a request of a `SteppedModel`, which is a batch of its own.
+    is_stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +67,10 @@ class BatchLost:
     """A batch has ended without an answer; its requests may be tried again in other batches."""
 
     dispatched: BatchDispatched
-    # The cause, for example "worker lost", "not sendable", "closed".
+    # The cause, for example "worker lost", "not sendable", "closed", "skipped".
     reason: str
+    # The chunks of a stream until then; None for other batches.
+    chunks: ChunkTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +89,7 @@ class AnsweredRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswered:
-    """A worker has answered a batch.
+    """A worker has answered a batch, or a stream has ended; no event tells of its steps and chunks.
 
     Requests that ended before, because they expired or their callers left, were reported as
     `RequestEnded` and are not in `requests`.
@@ -83,18 +110,20 @@ class BatchAnswered:
     dispatched_at: float
     began_at: float
     answered_at: float
-    # Seconds that the model took, as the worker measured them.
+    # Seconds that the model took, as the worker measured them; those of a stream in its place.
     infer_seconds: float
     requests: Sequence[AnsweredRequest]
     # Requests that will be tried again in other batches, because the model has raised.
     retried: int = 0
     # The event of its dispatch, where an observer follows batches: see `Observer`.
     dispatched: BatchDispatched | None = None
+    # The chunks of a stream, whose end this is; None for other batches.
+    chunks: ChunkTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A request has ended without the answer of a batch."""
+    """A request has ended without the answer of a batch, or a stream before its last chunk."""
 
     model: str
     outcome: Outcome
@@ -103,6 +132,8 @@ class RequestEnded:
     # Seconds since its arrival; 0.0 if it was rejected on arrival.
     wait: float
     context: Context | None = None
+    # The chunks of a stream that a worker had; None for other requests.
+    chunks: ChunkTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)

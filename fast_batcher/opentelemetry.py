@@ -6,6 +6,9 @@
                                |   ---links--->  the span of every sampled caller
                                +- spans that the model makes in `infer`
 
+A stream is a batch of one request: its span `<model> stream` has the first chunk as an event, and
+the number of chunks as an attribute.
+
 The observer runs in the API process. The batch's span begins there when the batch is dispatched.
 Its context goes with the batch, in the W3C format, and is made current around `infer`. With
 `shared`, the API process of one sampled caller makes all spans of the batch after its end, and the
@@ -28,6 +31,7 @@ from fast_batcher.observing import (
     BatchDispatched,
     BatchLost,
     CarriedContext,
+    ChunkTimes,
     Observer,
 )
 
@@ -117,6 +121,14 @@ class _Traced:
         """Convert a moment of the monotonic clock to nanoseconds of the wall clock."""
         return round(moment * 1e9) + self.offset
 
+    def end(self, moment: float, chunks: ChunkTimes | None) -> None:
+        """End the span of the batch, which may be a stream."""
+        if chunks is not None:
+            self.span.set_attribute("fast_batcher.stream.chunks", chunks.count)
+            if chunks.count:
+                self.span.add_event("first chunk", timestamp=self.wall(chunks.first_at))
+        self.span.end(self.wall(moment))
+
 
 class OpenTelemetryObserver(Observer):
     """Makes the spans of batches, and two spans below the span of each sampled caller.
@@ -155,7 +167,7 @@ class OpenTelemetryObserver(Observer):
         spans = [*dict.fromkeys(sampled.values())]
         offset = time.time_ns() - round(monotonic() * 1e9)
         span = self._tracer.start_span(
-            f"{event.model} batch",
+            f"{event.model} {'stream' if event.is_stream else 'batch'}",
             # The child of a sampled span is sampled by every usual sampler; a root might not be.
             context=set_span_in_context(spans[0], Context()),
             links=[Link(span.get_span_context()) for span in spans],
@@ -181,7 +193,7 @@ class OpenTelemetryObserver(Observer):
         if failed or event.retried:
             text = f"{failed} requests failed, {event.retried} are tried again"
             traced.span.set_status(Status(StatusCode.ERROR, text))
-        traced.span.end(traced.wall(event.answered_at))
+        traced.end(event.answered_at, event.chunks)
         answered = [
             (traced.callers.get(id(request.context)), request) for request in event.requests
         ]
@@ -193,8 +205,10 @@ class OpenTelemetryObserver(Observer):
         """End the span of a batch that has no answer."""
         traced = self._traced.pop(event.dispatched, None)
         if traced is not None:
-            traced.span.set_status(Status(StatusCode.ERROR, event.reason))
-            traced.span.end(traced.wall(monotonic()))
+            # It is usual that the caller of a stream leaves before its end.
+            if event.chunks is None or event.reason != "skipped":
+                traced.span.set_status(Status(StatusCode.ERROR, event.reason))
+            traced.end(monotonic(), event.chunks)
 
     def _add_spans(
         self, traced: _Traced, caller: Span, event: BatchAnswered, request: AnsweredRequest

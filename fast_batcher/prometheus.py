@@ -21,6 +21,7 @@ from fast_batcher.observing import (
     BatchAnswered,
     CacheResult,
     CacheUsed,
+    ChunkTimes,
     CollectionPaused,
     Observer,
     Outcome,
@@ -159,6 +160,15 @@ class _Metrics:
         self.request: Histogram = distribute(
             "request_seconds", "From a request's arrival to its end, but for rejected requests."
         )
+        self.first_chunk: Histogram = distribute(
+            "first_chunk_seconds", "From a stream's arrival to its first chunk, noted at its end."
+        )
+        self.chunk_gap: Histogram = distribute(
+            "chunk_gap_seconds", "Mean time between the chunks of a stream, noted at its end."
+        )
+        self.chunks: Counter = count("chunks_total", "Chunks that workers have sent.")
+        self.live_streams: Gauge = show("live_streams", "Streams that have a place in a worker.")
+        self.places: Gauge = show("stream_places", "Places for streams in the ready workers.")
         self.gc_pause: Histogram = distribute(
             "gc_pause_seconds", "Pauses of the API process by Python's garbage collector."
         )
@@ -186,6 +196,8 @@ class Figures(NamedTuple):
     workers_wanted: int = 0
     running: int = 0
     backlog: float = 0.0
+    live_streams: int = 0
+    places: int = 0
 
 
 class _Series:
@@ -218,6 +230,16 @@ class _Series:
         )
 
 
+class _StreamSeries:
+    """The further time series of a batcher whose model answers in steps."""
+
+    def __init__(self, metrics: _Metrics, model: str) -> None:
+        self.first_chunk = metrics.first_chunk.labels(model)
+        self.chunk_gap = metrics.chunk_gap.labels(model)
+        self.chunks = metrics.chunks.labels(model)
+        self.gauges = metrics.live_streams.labels(model), metrics.places.labels(model)
+
+
 class PrometheusObserver(Observer):
     """Sets the metrics of one batcher; `instrument` makes it.
 
@@ -230,9 +252,9 @@ class PrometheusObserver(Observer):
         self._batcher = batcher
         self._metrics = metrics
         self._timer: asyncio.Handle | None = None
-        # This batcher's part of the gauges, and its late errors that are counted already.
+        # This batcher's part of the gauges; its late errors and chunks that are counted already.
         self._shown = [0.0] * len(Figures())
-        self._late_errors = 0
+        self._late_errors = self._chunks = 0
 
     @cached_property
     def _series(self) -> _Series:
@@ -243,11 +265,18 @@ class PrometheusObserver(Observer):
         """
         return _Series(self._metrics, self._batcher.name)
 
+    @cached_property
+    def _streams(self) -> _StreamSeries:
+        return _StreamSeries(self._metrics, self._batcher.name)
+
     def batch_answered(self, event: BatchAnswered) -> None:
         """Count a batch and its requests."""
         series = self._series
         series.batches[event.release].inc()
-        series.batch_size.observe(event.size)
+        if event.chunks is None:
+            series.batch_size.observe(event.size)
+        elif event.requests:  # else it is told again when it ends
+            self._count_stream(event.chunks)
         series.infer.observe(event.infer_seconds)
         for request in event.requests:
             series.queue_wait.observe(request.queue_wait)
@@ -260,6 +289,14 @@ class PrometheusObserver(Observer):
         self._series.requests[event.outcome].inc()
         if event.outcome != "rejected":
             self._series.request.observe(event.wait)
+        if event.chunks is not None:
+            self._count_stream(event.chunks)
+
+    def _count_stream(self, chunks: ChunkTimes) -> None:
+        if chunks.first_seconds is not None:
+            self._streams.first_chunk.observe(chunks.first_seconds)
+        if chunks.mean_gap is not None:
+            self._streams.chunk_gap.observe(chunks.mean_gap)
 
     def cache_used(self, event: CacheUsed) -> None:
         """Count a call that used the cache."""
@@ -278,7 +315,8 @@ class PrometheusObserver(Observer):
     def reporter_changed(self, event: ReporterChanged) -> None:
         """Set the gauges, or set them to zero if another process shows them."""
         # Another process has counted these.
-        self._late_errors = self._batcher.stats.late_errors
+        stats = self._batcher.stats
+        self._late_errors, self._chunks = stats.late_errors, stats.chunks
         self.refresh_soon()
 
     def refresh_soon(self) -> None:
@@ -300,7 +338,7 @@ class PrometheusObserver(Observer):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Bring the gauges and the count of late errors up to date."""
+        """Bring the gauges, and the counts of late errors and of chunks, up to date."""
         stats = self._batcher.stats
         values = Figures()
         if stats.is_reporter:
@@ -312,11 +350,19 @@ class PrometheusObserver(Observer):
                 stats.running,
                 # The gauge changes in steps of 1 / 1024, because sums of such steps are exact.
                 round(1024 * (stats.backlog or 0.0)) / 1024,
+                stats.live_streams,
+                stats.places or 0,
             )
-        for index, (gauge, value) in enumerate(zip(self._series.gauges, values, strict=True)):
+        gauges: tuple[Gauge, ...] = self._series.gauges
+        is_stepped = stats.places is not None
+        if is_stepped:
+            gauges += self._streams.gauges
+        for index, (gauge, value) in enumerate(zip(gauges, values, strict=False)):
             gauge.inc(value - self._shown[index])
             self._shown[index] = value
-        late = stats.late_errors
+        late, chunks = stats.late_errors, stats.chunks
         if stats.is_reporter:
             self._series.late_errors.inc(max(0, late - self._late_errors))
-        self._late_errors = late
+            if is_stepped:
+                self._streams.chunks.inc(max(0, chunks - self._chunks))
+        self._late_errors, self._chunks = late, chunks

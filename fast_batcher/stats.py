@@ -36,7 +36,8 @@ class BatcherStats:
     cancelled: int
     # Requests rejected before they were queued; `submitted` does not include them.
     rejected: int
-    # Batches sent; by size; by reason of dispatch (see `Release`).
+    # Batches sent; by size; by reason of dispatch (see `Release`). The batches of a `SteppedModel`
+    # are its steps, and their size is the number of chunks.
     batches: int
     batch_sizes: dict[int, int]
     releases: dict[str, int]
@@ -47,7 +48,8 @@ class BatcherStats:
     generation: int
     # Quantiles over recent answered batches, None before the first: seconds from a request's
     # arrival until its worker begins with its batch, and seconds of a batch in `infer`. The latency
-    # of a request is their sum plus the transport in both directions.
+    # of a request is their sum plus the transport in both directions. With a `SteppedModel` they
+    # are the seconds until a stream has a place, and those of a step.
     queue_wait_p50: float | None
     queue_wait_p95: float | None
     infer_p50: float | None
@@ -74,6 +76,17 @@ class BatcherStats:
     # there are none. None before the first measured batch, and under the policies "greedy" and
     # "fixed" unless a setting needs predictions: a `cost`, a `max_latency`, a range of workers.
     backlog: float | None = None
+    # Of a `SteppedModel`, else None and 0: places for streams, `max_batch_size` in each ready
+    # worker; streams that have a place; and chunks that the workers have sent.
+    places: int | None = None
+    live_streams: int = 0
+    chunks: int = 0
+    # Quantiles, None before the first: seconds from the arrival of a stream until its first chunk,
+    # over recent streams; and seconds between two chunks of a stream, over recent steps.
+    first_chunk_p50: float | None = None
+    first_chunk_p95: float | None = None
+    chunk_gap_p50: float | None = None
+    chunk_gap_p95: float | None = None
 
     @property
     def mean_batch_size(self) -> float:
@@ -133,6 +146,10 @@ class Explanation:
     # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
     # quantile, by size.
     service_times: Sequence[tuple[float, float, float]] = ()
+    # Of a `SteppedModel`, whose batches are its steps, and whose requests are chunks: places of a
+    # worker, and median seconds for which streams waited for a place. None for other models.
+    places: int | None = None
+    place_wait: float = 0.0
 
     @property
     def load(self) -> float | None:
@@ -142,7 +159,18 @@ class Explanation:
     def __str__(self) -> str:
         """Explain in sentences."""
         if self.cause == "no data":
-            return f"No explanation: {_SENTENCES[self.cause]}."
+            told = _SENTENCES[self.cause]
+            if self.places is not None:
+                told = "fewer than two steps gave chunks"
+            return f"No explanation: {told}."
+        if self.places is not None:
+            return (
+                f"{self.batches} steps in {self.seconds:.3g} seconds: "
+                f"{self.requests_per_second:.4g} chunks per second; the workers were busy for "
+                f"{self.busy:.0%} of the time. On average {self.mean_batch_size:.3g} of the "
+                f"{self.places} places of a worker have a chunk in a step. Streams waited for a "
+                f"place for {self.place_wait:.2g} s (median). Advice: {self.advice}."
+            )
         load = "" if self.load is None else f", {self.load:.0%} of the capacity"
         return (
             f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "

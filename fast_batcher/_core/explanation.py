@@ -31,7 +31,8 @@ class BatchSample(NamedTuple):
     release: Release
     # Requests that waited on when it left.
     left_waiting: int
-    # Seconds that one of its requests had waited when the worker began, and those in the model.
+    # Seconds that one of its requests had waited when the worker began, 0.0 for a step, whose
+    # streams have waited before; and those in the model.
     waited: float
     infer_seconds: float
 

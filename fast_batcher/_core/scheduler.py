@@ -688,7 +688,8 @@ class Scheduler:
         seconds = now - slot.started_at if is_usual else None
         if self._is_stepped:
             self._stream_times.stream_leaves(now, slot, batch)
-        batch.began_at = slot.started_at
+        else:
+            batch.began_at = slot.started_at
         self.workers.take_back(now, batch)
         if not (has_raised or self._is_stepped):
             try:

@@ -29,8 +29,10 @@ class StreamTimes:
 
     def stream_leaves(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
         """Learn from a stream that is about to be taken from its worker; the next one joins."""
+        batch.began_at = joined_at(batch)
+        batch.infer_seconds = now - batch.began_at
         if batch in slot.batches[: self._places]:
-            self._lengths.append(now - _joined_at(batch))
+            self._lengths.append(batch.infer_seconds)
             if len(slot.batches) > self._places:
                 slot.batches[self._places].began_at = now
 
@@ -55,7 +57,7 @@ class StreamTimes:
             running = slot.batches[: self._places]
             ahead += len(slot.batches) - len(running)
             for batch in running:
-                seconds = now - _joined_at(batch)
+                seconds = now - joined_at(batch)
                 ends.append(max(0.0, (median if seconds < median else high) - seconds))
             if not self._workers.is_full(slot):
                 ends += [0.0] * (self._places - len(running))
@@ -70,5 +72,6 @@ class StreamTimes:
         return seconds_until_place
 
 
-def _joined_at(batch: Batch) -> float:
+def joined_at(batch: Batch) -> float:
+    """Return the moment at which a stream has got a place in its worker."""
     return batch.began_at or batch.sent_at

@@ -261,6 +261,9 @@ class Request:
     deaths = 0
     # Whether its caller has got a chunk of its stream, so that it cannot be tried again.
     has_chunks = False
+    # The `ChunkTimes` of a stream, from its dispatch. The shell sets it, and the core never reads
+    # it.
+    chunk_times: Any = None
 
     def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
         self.value = value
@@ -333,7 +336,7 @@ class Batch:
     # a stream that has waited there for a place, when it got one.
     sent_at: float
     began_at: float = 0.0
-    # Seconds in the model, as the worker has measured them.
+    # Seconds in the model, as the worker has measured them; those of a stream in its place.
     infer_seconds: float = 0.0
     # Requests in the queue that it left behind.
     left_waiting: int = 0

@@ -109,6 +109,10 @@ class WorkerTable:
         """Number of requests on workers or being copied out, whose callers still wait."""
         return sum([batch.open_count for batch in self.all_batches()])
 
+    def count_live(self, places: int) -> int:
+        """Return the number of streams that have a place, with so many places in each worker."""
+        return sum([min(len(slot.batches), places) for slot in self.slots.values()])
+
     def all_batches(self) -> Iterator[Batch]:
         """Iterate over the batches on workers and the batches that are being copied out."""
         yield from self.batches.values()

@@ -25,6 +25,7 @@ from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.values import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import monotonic
+from fast_batcher._session.streams import StreamFigures
 from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import BatcherError, InputError, can_be_shown, forget_frames
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
@@ -93,6 +94,7 @@ class Counters:
     releases: Counter[str] = field(default_factory=Counter)
     # The last answered batches: the fields of a `BatchSample`, which takes 0.2 us to make.
     samples: deque[Any] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
+    streams: StreamFigures = field(default_factory=StreamFigures)
 
     def count_batch(self, size: int, release: str) -> None:
         """Count a batch that is sent."""
@@ -109,12 +111,14 @@ class Counters:
         num_workers: int,
         load: tuple[int, int, int],
         backlog: float | None = None,
+        places: int | None = None,
     ) -> BatcherStats:
         """Copy the present counts, completed by the batcher's state and the load of a session."""
         workers_ready, waiting, running = load
         # A wait counts for all requests of its batch.
         samples = self.list_samples()
         waits = [(sample.waited, sample.size) for sample in samples]
+        waits = [(waited, 1) for _, waited in self.streams.waits] or waits
         infer_times = [(sample.infer_seconds, 1) for sample in samples]
         queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
         infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))
@@ -145,6 +149,8 @@ class Counters:
             cache_misses=self.cache_results["miss"],
             cache_coalesced=self.cache_results["coalesced"],
             backlog=backlog,
+            places=places,
+            **self.streams.describe(),
         )
 
 
@@ -211,13 +217,16 @@ class Ledger:
         left, seconds = batch.left_waiting, batch.infer_seconds
         self.counters.samples.append((began_at, now, size, batch.release, left, waited, seconds))
 
-    def complete_step(self, now: float, streams: list[Batch], seconds: float, left: int) -> None:
+    def complete_step(
+        self, now: float, streams: list[Batch], outcomes: list[Any], seconds: float, left: int
+    ) -> None:
         """Record a step of a stepped model, which counts as a batch of the streams with a chunk."""
         if not streams:
             return
-        size, waited = len(streams), streams[-1].sent_at - streams[-1].requests[0].arrival
+        size = len(streams)
         self.counters.count_batch(size, "step")
-        self.counters.samples.append((now - seconds, now, size, "step", left, waited, seconds))
+        self.counters.samples.append((now - seconds, now, size, "step", left, 0.0, seconds))
+        self.counters.streams.note_step(now, streams, outcomes)
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
@@ -273,7 +282,10 @@ class Ledger:
         self.counters.outcomes[outcome] += 1
         if self.observers.active:
             wait = 0.0 if outcome == "rejected" else monotonic() - request.arrival
-            self.observers.tell(RequestEnded(self._name, outcome, reason, wait, request.context))
+            event = RequestEnded(
+                self._name, outcome, reason, wait, request.context, request.chunk_times
+            )
+            self.observers.tell(event)
 
 
 def _outcome_of(error: BaseException) -> Outcome:

@@ -32,6 +32,7 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.stream_explanation import explain_streams
 from fast_batcher._core.values import (
     BATCHES_PER_WORKER,
     QUEUED,
@@ -53,7 +54,6 @@ from fast_batcher._core.values import (
     Step,
     most_streams,
     or_infinite,
-    settle,
 )
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender, SharedAnswer
@@ -76,7 +76,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import WorkerChanged
+from fast_batcher.observing import ChunkTimes, WorkerChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -441,6 +441,8 @@ class LocalSession(Session):
     # Batches: from the queue to the worker.
 
     def _send(self, batch: Batch) -> None:
+        if self._is_stepped:
+            batch.requests[0].chunk_times = ChunkTimes(batch.requests[0].arrival)
         contexts = self._observers.follow(batch, dumps) if self._active else []
         size, worker = len(batch.requests), self.pool.workers[batch.worker]
         if self._is_stepped and self.settings.max_batch_cost is not None:
@@ -535,8 +537,9 @@ class LocalSession(Session):
         if batch is None:
             self._reject_answer(batch_id)
             return None
-        batch.infer_seconds = seconds
-        self._ledger.complete_batch(now, batch)
+        if not self._is_stepped:  # its steps are recorded instead
+            batch.infer_seconds = seconds
+            self._ledger.complete_batch(now, batch)
         if self.pool.recycles:
             self.pool.batch_answered(worker)
         return batch
@@ -626,28 +629,32 @@ class LocalSession(Session):
         if scheduler.is_poll_due:
             # Newcomers travel while the worker computes its next step.
             self._advance(now)
-        self._ledger.complete_step(now, streams, seconds, scheduler.queue.size)
-        self._give_chunks(streams, outcomes)
+        self._ledger.complete_step(now, streams, outcomes, seconds, scheduler.queue.size)
+        failures = self._give_chunks(streams, outcomes)
         for batch in finished:
-            self._ledger.answer(batch, batch.requests, [batch.chunks or []])
+            outcome = failures.get(batch.id, batch.chunks or [])
+            self._ledger.answer(batch, batch.requests, [outcome])
             if self.pool.recycles:
                 self.pool.batch_answered(worker)
         if self._drained is not None:
             self._notice_drained()
 
-    def _give_chunks(self, streams: list[Batch], outcomes: list[Any]) -> None:
-        """Give the requests of a step their chunks; fail some, and let some wait for readers."""
-        failed, full = give_chunks(streams, outcomes, self._deadline_of)
-        for request, error in failed:
-            self.scheduler.cancel(request)  # it leaves, unless it ends with this step
-            settle(request)
-            self._ledger.fail(request, error, "failed")
-            self.run_soon()
+    def _give_chunks(self, streams: list[Batch], outcomes: list[Any]) -> dict[int, Failure]:
+        """Give the requests of a step their chunks; let some streams wait for readers.
+
+        Streams that fail before their end leave. Returns the others that fail, by batch id.
+        """
+        failures, full = give_chunks(streams, outcomes, self._deadline_of)
+        for batch in streams if failures else ():
+            if batch.id in failures and self.scheduler.cancel(batch.requests[0]):
+                self._ledger.fail(batch.requests[0], failures[batch.id].error, "failed")
+                self.run_soon()
         for batch in full:
             if self.scheduler.workers.find(batch.worker, batch.id) is batch:  # it has not ended
                 batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
                 self.scheduler.workers.pause(batch)
                 self.pool.workers[batch.worker].order(Order.PAUSE, batch.id)
+        return failures
 
     def _deadline_of(self, request: Request) -> float:
         """Return the moment by which a stream must have its next chunk, or be read."""
@@ -702,8 +709,15 @@ class LocalSession(Session):
         return workers.ready_count, self.scheduler.waiting, workers.running
 
     def read_stats(self) -> BatcherStats:
-        """Return a snapshot of the counts, the load and the padding."""
-        return replace(super().read_stats(), padding=self.scheduler.padding)
+        """Return a snapshot of the counts, the load, and the padding or the places of streams."""
+        if not self._is_stepped:
+            return replace(super().read_stats(), padding=self.scheduler.padding)
+        places, workers = self.settings.batch_limit, self.scheduler.workers
+        return replace(
+            super().read_stats(),
+            places=places * workers.ready_count,
+            live_streams=workers.count_live(places),
+        )
 
     @property
     def num_workers(self) -> int:
@@ -731,8 +745,11 @@ class LocalSession(Session):
             settings.enabled,
             self.scheduler.is_short_of_memory,
         )
+        samples = self._ledger.counters.list_samples()
+        if self._is_stepped:
+            return explain_streams(samples, setup, self._ledger.counters.streams.waits)
         learned = self.scheduler.service.points()
-        explained = explain(self._ledger.counters.list_samples(), setup, learned)
+        explained = explain(samples, setup, learned)
         return replace(explained, service_times=learned)
 
     # Events of the pool.

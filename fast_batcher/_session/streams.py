@@ -1,6 +1,7 @@
 """Streams: requests whose callers get chunks before they end. API process, event loop's thread.
 
     stepped --give_chunks--> ChunkQueue <--read-- Stream, the user's
+       '--note_step--> StreamFigures
 
 A `ChunkQueue` stands in the place of the future of a request, so that a stream is settled once, as
 every request: at its end, or with an error. A request with a future gets the list of all chunks.
@@ -12,8 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
+from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
-from fast_batcher.errors import BatcherError
+from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 ChunkT = TypeVar("ChunkT")
 
@@ -208,15 +210,57 @@ class Stream(Generic[ChunkT]):
             self._call(self._abandon, self._request)
 
 
+class StreamFigures:
+    """Figures of the streams of one batcher, for its statistics."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self._steps = 0
+        # Of the last streams with a chunk: the moment of the first, and the seconds that the stream
+        # waited for its place before; and the seconds from the arrival to that chunk.
+        self.waits: deque[tuple[float, float]] = deque(maxlen=SAMPLED_BATCHES)
+        self._first_chunks: deque[float] = deque(maxlen=SAMPLED_BATCHES)
+        # Seconds between two chunks of a stream, one of each of the last steps.
+        self._gaps: deque[float] = deque(maxlen=SAMPLED_BATCHES)
+
+    def note_step(self, now: float, streams: list[Batch], outcomes: list[Any]) -> None:
+        """Record the chunks of a step."""
+        self.chunks += len(streams)
+        self._steps += 1
+        sampled = streams[self._steps % len(streams)].requests[0].chunk_times
+        if sampled.count:
+            self._gaps.append(now - sampled.last_at)
+        for batch, outcome in zip(streams, outcomes, strict=True):
+            request = batch.requests[0]
+            # An observer may have the times of a request that is settled.
+            if request.is_settled or outcome.__class__ is Failure:
+                continue
+            times = request.chunk_times
+            if not times.count:
+                times.first_at = now
+                self.waits.append((now, joined_at(batch) - request.arrival))
+                self._first_chunks.append(now - request.arrival)
+            times.count += 1
+            times.last_at = now
+
+    def describe(self) -> dict[str, Any]:
+        """Return fields of `BatcherStats`."""
+        fields: dict[str, Any] = {"chunks": self.chunks}
+        for name, samples in (("first_chunk", self._first_chunks), ("chunk_gap", self._gaps)):
+            found = weighted_quantiles([(seconds, 1) for seconds in samples], (0.50, 0.95))
+            fields[f"{name}_p50"], fields[f"{name}_p95"] = found
+        return fields
+
+
 def give_chunks(
     streams: list[Batch], outcomes: list[Any], deadline_of: Callable[[Request], float]
-) -> tuple[list[tuple[Request, BatcherError]], list[Batch]]:
+) -> tuple[dict[int, Failure], list[Batch]]:
     """Give the requests of a step their chunks.
 
     Returns:
-        The requests that have failed instead, and the streams that are to pause.
+        The failures of streams by batch id, and the streams that are to pause.
     """
-    failed: list[tuple[Request, BatcherError]] = []
+    failures: dict[int, Failure] = {}
     full: list[Batch] = []
     for batch, outcome in zip(streams, outcomes, strict=True):
         request = batch.requests[0]
@@ -224,7 +268,7 @@ def give_chunks(
             continue
         queue = request.caller
         if outcome.__class__ is Failure:
-            failed.append((request, outcome.error))
+            failures[batch.id] = outcome
         elif isinstance(queue, ChunkSink):
             request.has_chunks = True
             # The batch keeps its earlier deadline, at which the scheduler looks at the request's.
@@ -235,4 +279,4 @@ def give_chunks(
             batch.chunks = [outcome]
         else:
             batch.chunks.append(outcome)
-    return failed, full
+    return failures, full

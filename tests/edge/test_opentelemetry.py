@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy
 import pytest
+from models.stepped import Counter as Steps
+from models.stepped import Plan
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, TraceIdRatioBased
@@ -22,6 +24,7 @@ from tracing_models import BadContext, GatedEcho, MakesSpans
 from waits import Gate, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
+    BatcherError,
     DynBatcher,
     InferenceError,
     PoisonRequestError,
@@ -129,6 +132,43 @@ async def test_batch_span_links_requests_and_contains_model_spans(
         assert sorted(moments) == moments
         assert times_of(request)[0] <= moments[0]
         assert moments[3] <= times_of(batch)[1] <= times_of(request)[1]
+
+
+@both_loops
+async def test_stream_span_has_first_chunk_and_number_of_chunks(make: Make) -> None:
+    recording = Recording()
+    batcher = make(Steps, 4, name="steps", model_args=(0.001,))
+    instrument(batcher, recording.provider)
+
+    async def read(plan: Plan, most: int) -> None:
+        async with await batcher.stream(plan) as stream:
+            async for _ in stream:
+                most -= 1
+                if not most:
+                    return
+
+    async with batcher:
+        # They end; fail behind chunks, and before; lose the worker; and are left by the caller.
+        for plan in (Plan("a", 3), Plan("e", 9, 1, "end")):
+            await recording.request(partial(read, most=9), plan)
+        for plan in (Plan("f", 9, 3, "fail"), Plan("j", 9, 0, "join"), Plan("k", 9, 2, "kill")):
+            with pytest.raises(BatcherError):
+                await recording.request(partial(read, most=9), plan)
+        await recording.request(partial(read, most=1), Plan("long", 10**9))
+        await until(lambda: sum([one.name == "steps stream" for one in recording.ended]) == 6)
+    spans = recording.named("steps stream")
+    counts: list[Any] = [(one.attributes or {})["fast_batcher.stream.chunks"] for one in spans]
+    *others, left = counts
+    assert others == [3, 0, 2, 0, 1]
+    assert left >= 1
+    assert [is_failed(one) for one in spans] == [False, False, True, True, True, False]
+    assert [links_of(one) for one in spans] == [[id_of(one)] for one in recording.named("request")]
+    for span, count in zip(spans, counts, strict=True):
+        assert [one.name for one in span.events] == ["first chunk"] * bool(count)
+        for event in span.events:
+            assert times_of(span)[0] < event.timestamp <= times_of(span)[1]
+    assert recording.named("steps batch") == []
+    assert len(recording.named("infer")) == 4
 
 
 @both_loops

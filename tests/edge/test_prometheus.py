@@ -23,8 +23,10 @@ from models.base import Echo
 from models.crashing import Crashes
 from models.ordinary import Gated
 from models.raising import FailsAtGate
+from models.stepped import Counter as Steps
+from models.stepped import Plan
 from programs import run_command
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_fastapi_instrumentator import Instrumentator
 from server_load import GUNICORN, URL
@@ -33,7 +35,7 @@ from shared_hosts import Hosts, hosts
 from starlette.testclient import TestClient
 from waits import LIMIT, Gate, both_loops, call, one_loop, outcome, until
 
-from fast_batcher import DynBatcher
+from fast_batcher import DynBatcher, InferenceError
 from fast_batcher.caching import LRUCache
 from fast_batcher.prometheus import instrument, metrics_router
 
@@ -171,6 +173,40 @@ async def test_an_error_of_a_metric_ends_no_timer(monkeypatch: pytest.MonkeyPatc
     assert {*map(type, errors)} == {OSError}
 
 
+@pytest.mark.anyio
+@both_loops
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+async def test_metrics_of_streams_equal_statistics(hosts: Hosts, shared: bool) -> None:
+    registry = CollectorRegistry()
+    options: Any = {"model_args": (0.001,), "max_batch_size": 4, "num_workers": 2}
+    batcher = DynBatcher(Steps, name="steps", shared=shared, **options)
+    instrument(batcher, registry)
+    read = Readings(registry, "steps")
+    async with batcher:
+        await until(lambda: (read("stream_places"), read("live_streams")) == (8, 0))
+        assert read("chunks_total") == 0
+        async with await batcher.stream(Plan("long", 10**9)) as left:
+            await anext(left)
+            await until(lambda: read("live_streams") == 1)
+            assert read("first_chunk_seconds_count") == 0
+        for plan in (Plan("a", 1), Plan("b", 5), Plan("c", 9, 1, "end")):
+            _ = [chunk async for chunk in await batcher.stream(plan)]
+        assert isinstance(await outcome(call(batcher, Plan("f", 9, 3, "fail"))), InferenceError)
+        await until(lambda: read("requests_total", outcome="failed") == 1)
+        await until(lambda: batcher.stats.live_streams == 0)
+        assert read("requests_total", outcome="completed") == 3
+        assert read("requests_total", outcome="cancelled") == 1
+        # The stream that ends without a chunk has no times, and a stream of one chunk has no gap.
+        assert read("first_chunk_seconds_count") == 4
+        assert read("chunk_gap_seconds_count") in (2, 3)
+        assert read("batch_size_count") == 0
+        stats = batcher.stats
+        if shutil.which("promtool") is not None:
+            promtool("check", "metrics", text=generate_latest(registry).decode())
+    await until(lambda: (read("stream_places"), read("live_streams")) == (0, 0))
+    assert read("chunks_total") == stats.chunks > 1 + 5
+
+
 def test_metrics_coexist_with_metrics_of_app() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo, name="beside")
@@ -273,9 +309,9 @@ def names_in(expression: str) -> set[str]:
 
 def test_documented_metrics_exist() -> None:
     registry = CollectorRegistry()
-    batcher = DynBatcher(Echo)
-    instrument(batcher, registry)
-    asyncio.run(answer_one(batcher))
+    for batcher, value in ((DynBatcher(Echo), 1), (DynBatcher(Steps), Plan("p", 2))):
+        instrument(batcher, registry)
+        asyncio.run(answer_one(batcher, value))
     families = [*registry.collect()]
     page = set(re.findall(r"`(fast_batcher_\w+)` \|", (DOCS / "observability.md").read_text()))
     assert {name.removesuffix("_total") for name in page} == {one.name for one in families}
@@ -285,9 +321,9 @@ def test_documented_metrics_exist() -> None:
     assert named - series == set()
 
 
-async def answer_one(batcher: DynBatcher[Any, Any]) -> None:
+async def answer_one(batcher: DynBatcher[Any, Any], value: Any) -> None:
     async with batcher:
-        await batcher.process_batched(1)
+        await batcher.process_batched(value)
 
 
 # --- two servers and a real Prometheus ------------------------------------------------------------

@@ -1,12 +1,14 @@
 """The status page in a real browser: Debian's Chromium, driven by Playwright."""
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from servers import Server, get, post, serve
 from shared_hosts import Hosts, hosts
@@ -133,6 +135,31 @@ def test_follower_marks_unknown_figures(
     if SCREENSHOTS:
         image = page.view.screenshot(full_page=True)
         Path(SCREENSHOTS, f"follower_{width}.png").write_bytes(image)
+    page.view.close()
+
+
+@pytest.mark.parametrize("width", [1280, 375])
+def test_page_speaks_of_streams(serve: Callable[..., Server], browser: Any, width: int) -> None:
+    url = serve("stream_status_app:app", folder=Path(__file__).parent).url()
+    page = Page(browser, url, viewport={"width": width, "height": 900})
+    page.wait_for("#batcher-0 .figures", "0of 4 places")
+    call(url, "20?count=30")
+    with httpx2.stream("GET", f"{url}/stream/1000000000") as left:
+        assert left.status_code == 200
+        page.wait_for("#batcher-0 .figures", "1of 4 places")
+        page.wait_for("#batcher-0", "30 answered")
+        page.wait_for("#batcher-0 .explanation", "of the 4 places of a worker")
+        text = page.view.locator("#batcher-0").inner_text()
+        assert page.measure("document.documentElement.scrollWidth") == width
+        if SCREENSHOTS:
+            image = page.view.screenshot(full_page=True)
+            Path(SCREENSHOTS, f"streams_{width}.png").write_bytes(image)
+    figures = page.view.locator("#batcher-0 .figures dt").all_inner_texts()
+    assert figures[4:] == ["First chunk p50", "First chunk p95", "Chunk gap p95", "Chunks/s"]
+    assert re.search("batch(?!_)", text.replace("Batchers", ""), re.IGNORECASE) is None
+    page.wait_for("#batcher-0 .figures", "0of 4 places")
+    assert "Batch sizes" in page.view.locator("#batcher-1").inner_text()
+    assert page.complaints == []
     page.view.close()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 import status_app
+import stream_status_app
 from fastapi import Depends, FastAPI, HTTPException
 from models.base import Echo
 from models.crashing import Crashes
@@ -250,6 +251,25 @@ def test_quantiles_are_accurate_in_bounded_memory() -> None:
     for found, share in zip(quantiles(recent.total), (0.5, 0.95, 0.99), strict=True):
         assert found == pytest.approx(kept[int(share * 3000) - 1], rel=0.05)
     assert recorder.read(2000.0).ends.total() == 0
+
+
+@pytest.mark.slow
+def test_page_data_of_streams_equal_statistics() -> None:
+    with TestClient(stream_status_app.app) as client:
+        first = client.get("/inside/batchers.json").json()["batchers"]
+        assert client.post("/call/5?count=9").json() == 9
+        counts, echoes = client.get("/inside/batchers.json").json()["batchers"]
+        stats = stream_status_app.counts.stats
+    assert (echoes["streams"], first[0]["streams"]["chunks_per_second"]) == (None, None)
+    streams = counts["streams"]
+    assert streams.pop("chunks_per_second") > 0
+    assert streams == {
+        "live": 0,
+        "places": 4,
+        "first_chunk": {"p50": stats.first_chunk_p50, "p95": stats.first_chunk_p95},
+        "chunk_gap": {"p50": stats.chunk_gap_p50, "p95": stats.chunk_gap_p95},
+    }
+    assert counts["workers"][0]["batches"] == counts["totals"]["completed"] == 9
 
 
 # --- routes ---------------------------------------------------------------------------------------

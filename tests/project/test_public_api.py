@@ -208,8 +208,8 @@ def test_the_statistics_are_these() -> None:
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
         *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups", "refused"),
         *("late_errors", "padding"),
-        "is_reporter",
-        "backlog",
+        *("is_reporter", "backlog", "places", "live_streams", "chunks"),
+        *("first_chunk_p50", "first_chunk_p95", "chunk_gap_p50", "chunk_gap_p95"),
     ]
 
 

@@ -17,7 +17,7 @@ import base64
 import hashlib
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -174,6 +174,8 @@ def _of_requests(recorder: Recorder, now: float) -> Iterator[Problem]:
 EXPLAIN_SECONDS = 5.0
 # A text takes milliseconds, and a second may pass until a page asks for the next one.
 SHARED_SECONDS = 0.5
+# Seconds over which the chunks per second are averaged.
+RATE_SECONDS = 10.0
 # Counts of `BatcherStats` since the batcher was made.
 TOTALS = (
     *("submitted", "completed", "failed", "refused", "expired", "cancelled", "rejected"),
@@ -193,6 +195,8 @@ class BatcherReport:
         self._recorder = Recorder(batcher, batcher.stats.num_workers, recycles=recycles)
         self._explanation = Explanation()
         self._explained_at = float("-inf")
+        # Moments, and the chunks until then.
+        self._chunks: deque[tuple[float, int]] = deque()
         batcher.add_observer(self._recorder)
 
     def read(self, now: float) -> dict[str, Any]:
@@ -219,6 +223,7 @@ class BatcherReport:
             "max_queue_size": settings.queue_limit,
             "running": stats.running,
             "max_batch_size": settings.max_batch_size,
+            "streams": None if stats.places is None else self._describe_streams(stats, now),
             "totals": {name: getattr(stats, name) for name in TOTALS},
             # Those without their default. Values of objects and functions are the user's own.
             "settings": [
@@ -228,6 +233,22 @@ class BatcherReport:
             ],
             **self._explain(now),
             **self._recent(now),
+        }
+
+    def _describe_streams(self, stats: BatcherStats, now: float) -> dict[str, Any]:
+        """Return the figures of streams; chunks per second are unknown at the first look."""
+        readings = self._chunks
+        readings.append((now, stats.chunks))
+        while readings[0][0] < now - RATE_SECONDS:
+            readings.popleft()
+        (then, before) = readings[0]
+        seconds = now - then
+        return {
+            "live": stats.live_streams,
+            "places": stats.places,
+            "chunks_per_second": max(0, stats.chunks - before) / seconds if seconds else None,
+            "first_chunk": {"p50": stats.first_chunk_p50, "p95": stats.first_chunk_p95},
+            "chunk_gap": {"p50": stats.chunk_gap_p50, "p95": stats.chunk_gap_p95},
         }
 
     def _recent(self, now: float) -> dict[str, Any]:

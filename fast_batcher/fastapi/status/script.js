@@ -162,7 +162,8 @@ function summary(batchers) {
     stateOf(one),
     `${one.workers_ready} of ${one.num_workers}`,
     rounded(one.requests_per_second), whole(one.waiting), whole(one.running),
-    duration(one.latency.total.p50), duration(one.latency.total.p99), percent(one.explanation.load),
+    duration(one.latency.total.p50), duration(one.latency.total.p99),
+    one.streams ? `${whole(one.streams.live)} of ${whole(one.streams.places)} places` : percent(one.explanation.load),
   ])));
 }
 
@@ -179,18 +180,27 @@ function figures(one) {
     h("dt", null, name), h("dd", null, value, more ? h("small", null, more) : ""));
   const fill = one.waiting / one.max_queue_size;
   const missing = one.workers_ready < one.num_workers;
+  const { streams } = one;
   const sizes = Object.entries(one.batch_sizes);
   const batches = sizes.reduce((sum, [, count]) => sum + count, 0);
   const mean = batches ? sizes.reduce((sum, [size, count]) => sum + size * count, 0) / batches : null;
   return h("dl.figures", null,
-    figure("Requests/s", rounded(one.requests_per_second), one.rejected_per_second ? `${rounded(one.rejected_per_second)}/s rejected` : "", one.rejected_per_second ? "warning" : ""),
+    figure(streams ? "Streams/s" : "Requests/s", rounded(one.requests_per_second), one.rejected_per_second ? `${rounded(one.rejected_per_second)}/s rejected` : "", one.rejected_per_second ? "warning" : ""),
     figure("Workers ready", whole(one.workers_ready), `of ${one.num_workers}`, missing ? (one.workers_ready ? "warning" : "critical") : ""),
     figure("Waiting", whole(one.waiting), `of ${whole(one.max_queue_size)}`, fill >= 1 ? "critical" : fill >= 0.8 ? "warning" : ""),
-    figure("In flight", whole(one.running)),
-    figure("Latency p50", ...latencyOf(one, "p50")),
-    figure("Latency p99", ...latencyOf(one, "p99")),
-    figure("Batch size", mean === null ? NONE : rounded(mean), `of ${one.max_batch_size}`),
-    figure("Load", percent(one.explanation.load)));
+    streams ? [
+      figure("Live streams", whole(streams.live), `of ${whole(streams.places)} places`, one.waiting && streams.live >= streams.places ? "warning" : ""),
+      figure("First chunk p50", duration(streams.first_chunk.p50)),
+      figure("First chunk p95", duration(streams.first_chunk.p95)),
+      figure("Chunk gap p95", duration(streams.chunk_gap.p95)),
+      figure("Chunks/s", streams.chunks_per_second === null ? NONE : rounded(streams.chunks_per_second)),
+    ] : [
+      figure("In flight", whole(one.running)),
+      figure("Latency p50", ...latencyOf(one, "p50")),
+      figure("Latency p99", ...latencyOf(one, "p99")),
+      figure("Batch size", mean === null ? NONE : rounded(mean), `of ${one.max_batch_size}`),
+      figure("Load", percent(one.explanation.load)),
+    ]);
 }
 
 // A latency, and the text below it.
@@ -206,14 +216,17 @@ function latency(one) {
   const line = (share) => total.map((point) => point[share]);
   const top = ceiling(Math.max(...line("p99")));
   const isEmpty = total.every((point) => point.p99 === null);
-  const row = (name, values) => [name, duration(values.p50), duration(values.p95), duration(values.p99)];
+  const row = (name, values) => [name, duration(values.p50), duration(values.p95), duration(values.p99 ?? null)];
+  const { streams } = one;
   return h("div.card.half", null,
-    h("h3", null, "Latency"),
-    isEmpty ? h("p.empty", null, one.is_reporter ? "No request was answered." : `Latencies are ${UNKNOWN}.`) : plot(`Latency over five minutes; p99 now ${duration(one.latency.total.p99)}`, top, (value) => duration(value, 1), AGES,
+    h("h3", null, streams ? "Time of streams" : "Latency"),
+    isEmpty ? h("p.empty", null, one.is_reporter ? `No ${streams ? "stream has ended" : "request was answered"}.` : `Latencies are ${UNKNOWN}.`) : plot(`Latency over five minutes; p99 now ${duration(one.latency.total.p99)}`, top, (value) => duration(value, 1), AGES,
       ["p99", "p95", "p50"].map((share) => h(`path.${share}`, { d: trace(line(share), top) }))),
-    isEmpty ? null : h("p.key", null, key("p50", "p50"), key("p95", "p95"), key("p99", "p99"), "from arrival to answer"),
+    isEmpty ? null : h("p.key", null, key("p50", "p50"), key("p95", "p95"), key("p99", "p99"), streams ? "from arrival to end" : "from arrival to answer"),
     table([["", ""], ["p50", "n"], ["p95", "n"], ["p99", "n"]], [
-      row("Queue", one.latency.queue_wait), row("Model", one.latency.infer), row("Total", one.latency.total),
+      ...(streams ? [row("First chunk", streams.first_chunk), row("Between chunks", streams.chunk_gap)] : []),
+      row(streams ? "Wait for a place" : "Queue", one.latency.queue_wait),
+      row(streams ? "In its place" : "Model", one.latency.infer), row("Total", one.latency.total),
     ], { isNarrow: true }));
 }
 
@@ -226,16 +239,18 @@ function traffic(one) {
   const edge = (100 * Math.max(first, 0)) / (rates.length - 1);
   const top = ceiling(Math.max(...rates));
   const ended = one.ends.reduce((sum, end) => sum + end.count, 0);
+  const noun = one.streams ? "streams" : "requests";
+  const title = `Answered ${noun} per second`;
   return h("div.card.half", null,
-    h("h3", null, "Answered requests per second"),
-    plot(`Answered requests per second over five minutes; now ${rounded(one.requests_per_second)}`, top, rounded, AGES,
+    h("h3", null, title),
+    plot(`${title} over five minutes; now ${rounded(one.requests_per_second)}`, top, rounded, AGES,
       h("path.area", { d: first < 0 ? "" : `M${edge} 100${trace(rates, top).replace("M", "L")}L100 100Z` }), h("path", { d: trace(rates, top) })),
     h("h3.next", null, "How they ended"),
-    one.ends.length ? table([["Outcome", ""], ["Requests", "n"], ["Share", "n"]], one.ends.map((end) => [
+    one.ends.length ? table([["Outcome", ""], [one.streams ? "Streams" : "Requests", "n"], ["Share", "n"]], one.ends.map((end) => [
       h(["failed", "expired", "rejected"].includes(end.outcome) ? "span.warning-text" : "span", null,
         OUTCOMES[end.outcome] + (end.reason ? `: ${end.reason}` : end.outcome === "failed" ? ": error of the model" : "")),
       whole(end.count), percent(end.count / ended),
-    ]), { isNarrow: true }) : h("p.empty", null, "No request has ended."));
+    ]), { isNarrow: true }) : h("p.empty", null, `No ${noun} have ended.`));
 }
 
 const RELEASES = { full: "full", idle: "a worker was free", hold: "held, then not worth waiting", window: "max_delay had passed",
@@ -271,9 +286,10 @@ function releases(one) {
 }
 
 function learned(one) {
+  const [title, size, each] = one.streams ? ["Time of a step", "Streams", "Per chunk"] : ["Learned time of a batch", "Size", "Per request"];
   return h("div.card", null,
-    h("h3", null, "Learned time of a batch"),
-    one.learned.length ? table([["Size", "n"], ["Median", "n"], ["p95", "n"], ["Per request", "n"]], one.learned.map((point) => [
+    h("h3", null, title),
+    one.learned.length ? table([[size, "n"], ["Median", "n"], ["p95", "n"], [each, "n"]], one.learned.map((point) => [
       rounded(point.size), duration(point.median), duration(point.p95), duration(point.median / point.size)]), { isNarrow: true })
       : h("p.empty", null, "Nothing was learned yet."));
 }
@@ -288,7 +304,7 @@ function settings(one) {
 const WORKER_STATES = { loading: "loading", ready: "ready", lost: "lost", retired: "closed" };
 
 function workers(one) {
-  const columns = [["Worker", ""], ["State", ""], ["For", "n"], ["Process", "n"], ["Batches", "n"], ["Memory", "n"], ["Replaced", "n"], ["Last end", "long"]];
+  const columns = [["Worker", ""], ["State", ""], ["For", "n"], ["Process", "n"], [one.streams ? "Streams" : "Batches", "n"], ["Memory", "n"], ["Replaced", "n"], ["Last end", "long"]];
   return h("div.card.wide", null, h("h3", null, "Workers"), table(columns, one.workers.map((worker) => [
     `${worker.index}`,
     h(worker.state === "lost" ? "span.critical-text" : worker.state === "loading" ? "span.warning-text" : "span", null,
@@ -308,7 +324,7 @@ function batcher(one, index) {
     one.is_reporter ? null : h("p.soft", null, "Another server process reports for this batcher: the counts here are those of all server processes, and further figures are not known here."),
     figures(one),
     h("p.explanation", null, one.explanation.text),
-    h("div.grid", null, traffic(one), latency(one), sizes(one), releases(one), learned(one), workers(one), settings(one)));
+    h("div.grid", null, traffic(one), latency(one), one.streams ? null : [sizes(one), releases(one)], learned(one), workers(one), settings(one)));
 }
 
 function errors(data) {
