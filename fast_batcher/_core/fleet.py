@@ -201,7 +201,11 @@ class Fleet:
     # Actions.
 
     def reconcile(self, now: float) -> list[StartWorker | EndWorker]:
-        """Return the next steps from the present workers to the wished ones."""
+        """Return the next steps from the present workers to the wished ones.
+
+        A ready successor takes the place of its worker here; the caller puts each worker that it
+        starts into the replica of the action.
+        """
         actions: list[StartWorker | EndWorker] = []
         for replica in self.replicas.values():
             if replica.successor is not None and replica.successor.is_serving:

@@ -86,8 +86,8 @@ class NextTry(NamedTuple):
 class Restarts:
     """Restart budget and back-off of one worker.
 
-    The budget works like a circuit breaker: `max_restarts` deaths within one window spend it, and
-    after a window without a try there is one again.
+    The budget works like a circuit breaker: the next death after `max_restarts` restarts within one
+    window spends it, and after a window without a try there is one again.
     """
 
     def __init__(self, max_restarts: int | None, window: float, backoff: float) -> None:

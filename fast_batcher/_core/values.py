@@ -236,7 +236,8 @@ class Request:
     # The id of the batch that carries it, while it is SENT or COPYING_OUT. A reference to the batch
     # would make every batch a cycle that only the garbage collector can free.
     batch_id: int
-    # The seconds that the caller named, None if it named none; errors repeat them.
+    # The seconds that the caller named, None if it named none: from the arrival, and for a stream
+    # again from each chunk.
     timeout: float | None = None
     # Requests with different groups never share a batch; None where there is no `group_by`.
     group: Group | None = None

@@ -4,7 +4,9 @@
     identity     the key: who shares a host
     rendezvous   finds the key's host, or starts it
     launch       the process, its output and its end     ------>  main     the listener, stderr
-                                                                  server   API processes, workers
+    link         the connection                                   server   API processes, workers
+    client       `RemoteSession`: requests, outcomes     <----->  tenant   one API process
+                                     messages, protocol, streams
 
 The rendezvous takes place in a private directory (`directory`), under a lock. The starter of a host
 binds its socket, listens, and connects before the host exists; the host inherits the listener.

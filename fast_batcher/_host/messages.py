@@ -26,8 +26,8 @@ these four have frames of their own. Every other message is a pickled named tupl
 names it. `dispatch` calls the handler of a frame on both sides.
 
 Both processes run the same version of the library, with the same settings. The host unpickles only
-what this module defines: inputs, outputs and exceptions of the app are bytes to it. Pure; API
-process and host.
+what this module defines, and `pickling.ATOMS`: other inputs and outputs, and exceptions of the app,
+are bytes to it. Pure; API process and host.
 """
 
 from collections.abc import Callable, Mapping

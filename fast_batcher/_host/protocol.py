@@ -1,6 +1,6 @@
 """Requests and outcomes as parts of frames. Pure; API process and host.
 
-The host unpickles no input, output or exception of the app: these are bytes to it.
+The host unpickles no input, output or exception of the app: these are bytes to it, but for `ATOMS`.
 """
 
 import hashlib

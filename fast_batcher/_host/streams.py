@@ -1,6 +1,6 @@
 """Streams of a shared batcher: chunks on their way from the host to an API process.
 
-    host          give_chunks --put--> HostStream --> ChunkOutbox --CHUNKS--> API process
+    host          give_chunks --put--> HostStream --> ChunkSender --CHUNKS--> API process
     API process   RemoteStreams --put--> ChunkQueue --read--> Stream --StreamsRead--> host
 
 The chunks that a process gets in one turn of the host's event loop are one frame. The host counts
@@ -27,7 +27,7 @@ from fast_batcher._transport.channels import HostKind
 from fast_batcher._transport.pickling import dumps
 
 
-class ChunkOutbox:
+class ChunkSender:
     """Sends an API process the chunks of a turn of the loop together. Host process."""
 
     def __init__(

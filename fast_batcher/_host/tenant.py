@@ -1,7 +1,7 @@
 """An API process, in the host: its requests, their values, and its connection.
 
 Host process, on the event loop's thread. The values are bytes to the host: it unpickles no input
-and no output.
+and no output but numbers, texts and bytes (`pickling.ATOMS`).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from fast_batcher._host.protocol import (
     measure_packed,
     pack_outcome,
 )
-from fast_batcher._host.streams import ChunkOutbox, HostStream, WholeAnswer
+from fast_batcher._host.streams import ChunkSender, HostStream, WholeAnswer
 from fast_batcher._observers import Carried, restore_context
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
@@ -191,7 +191,7 @@ class Tenant:
         self._ids: list[int] = []
         self._outcomes: list[Any] = []
         self._are_atoms = True
-        self._chunks = ChunkOutbox(loop, self.send, lambda: self._room)
+        self._chunks = ChunkSender(loop, self.send, lambda: self._room)
         # Ids of requests whose rows no worker views any more; any thread may append.
         self._freed: deque[int] = deque()
         # Rows that workers may view.

@@ -116,7 +116,7 @@ class Pool:
     ) -> None:
         self._make_worker = make_worker
         self._settings = settings
-        self._events = events
+        self._listener = events
         self._memory = memory
         self._observers = observers
         self._name, self.stop_timeout = name, settings.stop_timeout
@@ -227,7 +227,7 @@ class Pool:
         self._tell(worker, "ready")
         is_restart = self.fleet.ready(monotonic(), worker)
         # Before its predecessor is retired, so that there is a ready worker at every moment.
-        self._events.worker_ready(worker, times, is_restart=is_restart)
+        self._listener.worker_ready(worker, times, is_restart=is_restart)
         self._reconcile()
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
@@ -245,7 +245,7 @@ class Pool:
             text = "%s: %s; the worker before it goes on"
             logger.warning(text, self._name, error, exc_info=error)
         elif not self.is_closing:
-            self._events.worker_failed_to_start(worker.id, error)
+            self._listener.worker_failed_to_start(worker.id, error)
         self._follow_loss(replica, next_try)
 
     def worker_answers(self, worker: WorkerHandle) -> None:
@@ -282,17 +282,18 @@ class Pool:
             then = "" if replica is None else "; another takes its place"
             logger.log(level, "%s ended with %s%s", worker.title, exit.text, then)
         self._tell(worker, "lost", exit.text)
-        self._events.worker_lost(worker.id, exit)
+        self._listener.worker_lost(worker.id, exit)
         self._follow_loss(replica, next_try)
 
     def _follow_loss(self, replica: Replica | None, next_try: NextTry | None) -> None:
         """Report spent restarts, and start what takes the place of a lost worker."""
         # The listener may have ended the pool when it was told of the loss.
         if replica is not None and next_try is not None and not self.is_closing:
-            self._report_spent_restarts(replica, next_try)
+            self._report_if_spent(replica, next_try)
         self._reconcile()
 
-    def _report_spent_restarts(self, replica: Replica, next_try: NextTry) -> None:
+    def _report_if_spent(self, replica: Replica, next_try: NextTry) -> None:
+        """Log that a replica has spent its restarts; tell the listener if all have."""
         reason = (
             f"worker {replica.index} was restarted max_restarts={self._settings.max_restarts} "
             f"times within restart_window={self._settings.restart_window} seconds"
@@ -303,7 +304,7 @@ class Pool:
         if self.fleet.is_given_up:
             waiting = [one for one in self.fleet.replicas.values() if one.worker is None]
             next_start = min(one.start_at for one in waiting)
-            self._events.workers_given_up(reason, max(0.0, next_start - monotonic()))
+            self._listener.workers_given_up(reason, max(0.0, next_start - monotonic()))
 
     def _remove(self, worker: WorkerHandle) -> None:
         """Remove the record of a worker that is dead, or could not be started."""
@@ -376,7 +377,7 @@ class Pool:
             place_workers(self._settings.devices, count, os.environ)[replica.index],
             slabs if isinstance(slabs, Slabs) else None,
             self,
-            self._events,
+            self._listener,
             self._name,
         )
         if replica.worker is None:
@@ -431,7 +432,7 @@ class Pool:
             return
         logger.info("%s is %s", worker.title, change)
         self._tell(worker, change)
-        self._events.worker_retired(worker.id)
+        self._listener.worker_retired(worker.id)
         if worker.state is WorkerState.ENDING:  # it hangs, and is being ended already
             return
         # The worker reads STOP after the batches that were sent before.
@@ -440,7 +441,7 @@ class Pool:
 
     def _watch_retired(self, worker: WorkerHandle) -> None:
         """End a retired worker that is idle and has not ended within `stop_timeout`."""
-        if worker.id in self._events.idle_workers():
+        if worker.id in self._listener.idle_workers():
             then = functools.partial(self.replace, worker.id)
         else:
             then = functools.partial(self._watch_retired, worker)
@@ -454,7 +455,7 @@ class Pool:
         # Workers that were asked to end take no further orders.
         idle = [
             worker_id
-            for worker_id in self._events.idle_workers()
+            for worker_id in self._listener.idle_workers()
             if worker_id in serving and not serving[worker_id].was_asked_to_end
         ]
         to_ping, silent = self.heartbeat.tick(monotonic(), idle)
@@ -524,7 +525,7 @@ class Pool:
         self._memory.close()
         # New requests wait in the queue instead of being sent to a worker that is ending.
         for worker in self._serving():
-            self._events.worker_retired(worker.id)
+            self._listener.worker_retired(worker.id)
         for worker in [*self.workers.values()]:
             worker.disconnect()
 

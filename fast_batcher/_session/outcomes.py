@@ -135,7 +135,7 @@ def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def timeout_of(request: Request, settings: Settings) -> float | None:
-    """Return the seconds that a request has from its arrival, for messages."""
+    """Return the seconds that a request has from its arrival, or a stream from its last chunk."""
     return settings.timeout if request.timeout is None else request.timeout
 
 

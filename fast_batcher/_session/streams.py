@@ -1,10 +1,11 @@
-"""Streams: requests whose callers get chunks before they end. API process, event loop's thread.
+"""Streams: requests whose callers get chunks before they end. Event loop's thread.
 
     stepped --give_chunks--> ChunkQueue <--read-- Stream, the user's
        '--note_step--> StreamFigures
 
 A `ChunkQueue` stands in the place of the future of a request, so that a stream is settled once, as
 every request: at its end, or with an error. A request with a future gets the list of all chunks.
+`give_chunks` and `ChunkSink` also run in the host, whose sinks pass the chunks on.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ class ChunkSink:
         self._unread = 0
         # Whether the stream waits for its reader.
         self.is_paused = False
-        # Called when chunks are read while the stream is paused, with True to resume it.
+        # Called when chunks are read, with True to resume a paused stream; None unless the stream
+        # is paused or watched.
         self._on_read: Callable[[bool], None] | None = None
 
     def put(self, chunk: Any) -> bool:
@@ -49,7 +51,10 @@ class ChunkSink:
         self.is_paused, self._on_read = True, on_read
 
     def watch(self, on_read: Callable[[bool], None]) -> None:
-        """Report each chunk that is read: a host counts them, and pauses the stream."""
+        """Report each chunk that is read: a host counts them, and pauses the stream.
+
+        This sink never resumes a stream, and what `put` returns has no meaning.
+        """
         self._most, self._on_read = -1, on_read
 
     def note_read(self, count: int) -> None:

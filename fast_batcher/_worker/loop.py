@@ -6,9 +6,9 @@
 
 One batch at a time; `stages` runs the same steps on several threads. A worker that is a thread of
 the parent has a port without frames (`_parent/worker_thread.py`). The worker makes no decisions
-about requests: the parent forms batches, and decides what follows from a failure. Each output is
-pickled separately, so that an output that cannot be pickled fails alone, and no two callers get the
-same object.
+about requests: the parent forms batches, and decides what follows from a failure. `steps.StepLoop`
+alone decides which streams run in a step. Each output is pickled separately, unless all are atoms:
+an output that cannot be pickled fails alone, and no two callers get the same object.
 """
 
 import ctypes
@@ -484,7 +484,7 @@ class FramePort:
         return [(Kind.PONG, b"")]
 
     def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
-        """Send STEP, and the chunks as the answer to a batch."""
+        """Send a CHUNKS frame; STEP before it names the streams and the chunks' encoding."""
         *fragments, (kind, body) = self._encoder.pack(chunks, {})
         for fragment_kind, fragment in fragments:
             self._channel.send(fragment_kind, 0, fragment)
