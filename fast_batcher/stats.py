@@ -74,7 +74,8 @@ class BatcherStats:
     is_reporter: bool = True
     # Predicted seconds in which the ready workers answer all requests that wait and run; 0.0 if
     # there are none. None before the first measured batch, and under the policies "greedy" and
-    # "fixed" unless a setting needs predictions: a `cost`, a `max_latency`, a range of workers.
+    # "fixed" unless a setting needs predictions: a `cost`, a `max_latency`, a range of workers. Of
+    # a `SteppedModel`: seconds until the next stream has a place.
     backlog: float | None = None
     # Of a `SteppedModel`, else None and 0: places for streams, `max_batch_size` in each ready
     # worker; streams that have a place; and chunks that the workers have sent.
