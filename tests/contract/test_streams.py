@@ -840,7 +840,8 @@ async def test_a_model_named_by_a_text(place: Any) -> None:
         async with DynBatcher(name, **place, stepped=True) as batcher:
             assert await read(batcher, Plan("p", 3)) == whole(Plan("p", 3))
     with pytest.raises(WorkerStartupError, match="stepped=True"):
-        await DynBatcher(name, **place).open()
+        async with DynBatcher(name, **place):
+            pass
 
 
 @one_loop
