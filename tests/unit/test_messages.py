@@ -8,7 +8,9 @@ from fast_batcher._core.values import Batch, ExpiryReason, Release, Request
 
 def test_reasons_are_the_words_that_users_see() -> None:
     assert " ".join(Release) == "full idle hold window deadline drain retry"
-    assert ", ".join(ExpiryReason) == "waiting, not ready, running, infer timeout, unreachable"
+    assert ", ".join(ExpiryReason) == (
+        "waiting, not ready, running, infer timeout, retired, unreachable"
+    )
 
 
 def test_a_batch_is_freed_without_the_garbage_collector() -> None:
