@@ -7,7 +7,7 @@ so that none waits for the longest of a batch. `_worker/steps.py` calls the mode
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from math import inf
+from math import inf, nan
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from fast_batcher._arrays.joining import list_outputs
@@ -49,9 +49,12 @@ class Grow(Generic[ChunkT]):
     __slots__ = ("chunk", "cost")
 
     def __init__(self, cost: float, chunk: ChunkT | None = None) -> None:
-        if not 0 <= cost < inf:
+        try:
+            self.cost = float(cost)
+        except (TypeError, ValueError, OverflowError):
+            self.cost = nan
+        if not 0 <= self.cost < inf:
             raise ValueError(f"Grow({cost!r:.100}): the cost must be a number from 0 on")
-        self.cost: float = cost
         self.chunk: ChunkT | None = chunk
 
 
@@ -68,8 +71,9 @@ def read_outcome(outcome: Any) -> tuple[Any, bool]:
         outcome = outcome.chunk
     if issubclass(type(outcome), Done):
         return outcome.chunk, True
-    if outcome is Done:
-        return TypeError("step returned the class Done; return an instance, as Done()"), True
+    if outcome is Done or outcome is Grow:
+        name = outcome.__name__
+        return TypeError(f"step returned the class {name}; return an instance of it"), True
     return outcome, is_kind(outcome, BaseException)
 
 

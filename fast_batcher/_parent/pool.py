@@ -126,7 +126,9 @@ class Pool:
 
         budget = settings.max_restarts, settings.restart_window, settings.restart_backoff
         self.fleet = Fleet(settings.fewest_workers, model_spec, lambda: Restarts(*budget))
-        place_workers(settings.devices, self.fleet.count, os.environ)  # which checks the devices
+        # The devices are those of the opening, whatever the program changes later.
+        self._environ = dict(os.environ)
+        place_workers(settings.devices, self.fleet.count, self._environ)  # which checks them
         # The timer of the next start; and the future of the reload that runs.
         self._reconcile_timer: asyncio.TimerHandle | None = None
         self._reloaded: asyncio.Future[None] | None = None
@@ -374,7 +376,7 @@ class Pool:
             replica.index,
             replica.model,
             self._settings,
-            place_workers(self._settings.devices, count, os.environ)[replica.index],
+            place_workers(self._settings.devices, count, self._environ)[replica.index],
             slabs if isinstance(slabs, Slabs) else None,
             self,
             self._listener,

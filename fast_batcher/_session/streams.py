@@ -16,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
+from fast_batcher._transport.pickling import TEXTS
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 ChunkT = TypeVar("ChunkT")
@@ -23,6 +24,9 @@ ChunkT = TypeVar("ChunkT")
 # Chunks that may wait for a reader before its stream pauses. A stream that pauses keeps its place
 # in the worker, so most streams should never do it: a whole answer would take this memory, too.
 MOST_BUFFERED = 1024
+# Bytes of the chunks that may wait, for chunks that know their size: texts, bytes, arrays, tensors.
+# A few large chunks would fill the memory otherwise; a stream of 16 KiB chunks meets both limits.
+MOST_BUFFERED_BYTES = 16 * 1024 * 1024
 
 
 class ChunkSink:
@@ -30,7 +34,9 @@ class ChunkSink:
 
     def __init__(self, most: int = MOST_BUFFERED) -> None:
         self._most = most
-        self._unread = 0
+        # Bytes of each chunk that was not read, 0 if unknown, and their sum.
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
         # Whether the stream waits for its reader.
         self.is_paused = False
         # Called when chunks are read, with True to resume a paused stream; None unless the stream
@@ -39,9 +45,12 @@ class ChunkSink:
 
     def put(self, chunk: Any) -> bool:
         """Add a chunk; return whether the stream is to pause."""
-        self._unread += 1
+        size = len(chunk) if type(chunk) in TEXTS else getattr(chunk, "nbytes", 0)
+        self._sizes.append(size)
+        self._bytes += size
         self._add(chunk)
-        return self._unread >= self._most and not self.is_paused
+        is_full = len(self._sizes) >= self._most or self._bytes >= MOST_BUFFERED_BYTES
+        return is_full and not self.is_paused
 
     def _add(self, chunk: Any) -> None:
         raise NotImplementedError
@@ -59,10 +68,12 @@ class ChunkSink:
 
     def note_read(self, count: int) -> None:
         """Note that chunks were read."""
-        self._unread -= count
+        for _ in range(count):
+            self._bytes -= self._sizes.popleft()
         on_read = self._on_read
         if on_read is not None:
-            resumes = self._unread <= self._most // 2
+            is_half_read = len(self._sizes) <= self._most // 2
+            resumes = is_half_read and self._bytes <= MOST_BUFFERED_BYTES // 2
             if resumes:
                 self.is_paused, self._on_read = False, None
             on_read(resumes)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models.ordinary import Slow
-from models.stepped import Counter, Crowded, Fixed, Growing, Plan, Refused, Swelling
+from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
 from sessions import host_of
 from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
 
@@ -120,6 +120,14 @@ async def test_a_faulty_stream_fails_alone(what: str, at: int) -> None:
         assert isinstance(faulty[-1], InferenceError)
         assert isinstance(faulty[-1], Refused) or what == "lambda"
         assert await live(batcher) == 0
+
+
+@one_loop
+async def test_an_end_of_an_iteration_is_no_end_of_a_stream() -> None:
+    async with DynBatcher(Counter) as batcher:
+        *chunks, error = await read(batcher, Plan("s", 9, 3, "stop"))
+        assert chunks == ["s:1", "s:2"]
+        assert type(error) is InferenceError
 
 
 @one_loop
@@ -389,6 +397,20 @@ async def test_closing_ends_streams_that_have_no_end(place: Any) -> None:
 
 
 @one_loop
+@every_place
+async def test_a_reader_of_large_chunks_pauses_its_stream(place: Any) -> None:
+    """Long before it has a thousand of them."""
+    async with DynBatcher(Large, **place, timeout=LIMIT) as batcher:
+        stream = await batcher.stream(100)
+        await until(lambda: len(stream._queue.chunks) >= 16)
+        # Others are not hindered, and get their chunks while this one waits.
+        for _ in range(20):
+            assert [len(chunk) async for chunk in await batcher.stream(1)] == [2**20]
+        assert len(stream._queue.chunks) < 30
+        assert [len(chunk) async for chunk in stream] == [2**20] * 100
+
+
+@one_loop
 @pytest.mark.parametrize("place", [PLACES["threads"], PLACES["processes"]], ids=str)
 async def test_each_read_of_a_paused_stream_renews_its_deadline(place: Any) -> None:
     async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
@@ -548,7 +570,8 @@ def _growing(most: int, **options: Any) -> DynBatcher[Plan, list[Any]]:
 @pytest.mark.parametrize("length", [5, 20, 40])
 async def test_streams_that_grow_wait_for_others(length: int, place: Any) -> None:
     """Also those that are too large even alone."""
-    async with _growing(20, **place) as batcher:
+    # Otherwise one that joins late may begin again.
+    async with _growing(20, **place, idempotent=False) as batcher:
         plans = [Plan(f"p{number}", length) for number in range(9)]
         chunks = await asyncio.gather(*[read(batcher, plan) for plan in plans])
         assert chunks == [*map(whole, plans)]

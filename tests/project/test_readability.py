@@ -47,13 +47,13 @@ FOREIGN_NAMES = {
 BUDGETS = {
     "streams": (
         r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_\w+\.py|_host/streams\.py",
-        734,
+        746,
     ),
     "independence": (r"_independence\.py", 93),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
     "tools": (r"(_cli|_load)/|__main__\.py", 2430),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1756),
-    "core": ("", 18_053),
+    "core": ("", 18_054),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

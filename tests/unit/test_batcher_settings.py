@@ -118,7 +118,6 @@ TABLE: dict[str, Row] = {
     "stop_timeout": seconds(zero=True),
     "drain_timeout": seconds(zero=True),
     "idempotent": SWITCH,
-    "stepped": SWITCH,
     "isolate_errors": SWITCH,
     "max_restarts": count(0, none=True),
     "restart_window": seconds(),
@@ -163,6 +162,7 @@ TABLE: dict[str, Row] = {
         "a fast_batcher.ray.RayWorkers",
         none=True,
     ),
+    "stepped": SWITCH,
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {

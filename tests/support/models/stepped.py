@@ -80,7 +80,13 @@ class Counter(SteppedModel[Plan, Any]):
             raise RuntimeError(LOST_DEVICE)
         if plan.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        outcomes = {"fail": Refused(plan.name), "end": Done(), "lambda": lambda: None, "none": None}
+        outcomes = {
+            "stop": StopAsyncIteration(plan.name),
+            "fail": Refused(plan.name),
+            "end": Done(),
+            "lambda": lambda: None,
+            "none": None,
+        }
         outcome = outcomes.get(plan.what, chunk)
         return outcome if plan.at < plan.length or type(outcome) is Done else Done(outcome)
 
@@ -197,3 +203,16 @@ class Sums(SteppedModel[Any, int]):
         for state in states:
             state[1] += 1
         return [Done(total) if count == 3 else total for total, count in states]
+
+
+class Large(SteppedModel[int, bytes]):
+    """Gives as many chunks of a megabyte as the input says."""
+
+    def join(self, inputs: list[int]) -> list[Any]:
+        return [[count] for count in inputs]
+
+    def step(self, states: list[Any]) -> list[Any]:
+        time.sleep(0.002)
+        for state in states:
+            state[0] -= 1
+        return [bytes(2**20) if left else Done(bytes(2**20)) for (left,) in states]
