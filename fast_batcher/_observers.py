@@ -95,7 +95,7 @@ class _Joined(AbstractContextManager[None]):
                 self._log(error)
 
 
-# Of callers in other processes.
+# The contexts of callers in other processes.
 _contexts = BatchContexts()
 
 

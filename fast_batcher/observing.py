@@ -26,7 +26,7 @@ class ChunkTimes:
     arrived_at: float
     first_at: float = 0.0
     last_at: float = 0.0
-    # Chunks that came. If the stream begins again on another worker, they are counted anew.
+    # Chunks that came. If the stream begins again on another worker, the count begins again.
     count: int = 0
 
     @property

@@ -77,8 +77,8 @@ class BatcherStats:
     # "fixed" unless a setting needs predictions: a `cost`, a `max_latency`, a range of workers. Of
     # a `SteppedModel`: seconds until the next stream has a place.
     backlog: float | None = None
-    # Of a `SteppedModel`, else None and 0: places for streams, `max_batch_size` in each ready
-    # worker; streams that have a place; and chunks that the workers have sent.
+    # The figures of a `SteppedModel`, else None and 0: places for streams, `max_batch_size` in each
+    # ready worker; streams that have a place; and chunks that the workers have sent.
     places: int | None = None
     live_streams: int = 0
     chunks: int = 0
@@ -147,8 +147,8 @@ class Explanation:
     # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
     # quantile, by size.
     service_times: Sequence[tuple[float, float, float]] = ()
-    # Of a `SteppedModel`, whose batches are its steps, and whose requests are chunks: places of a
-    # worker, and median seconds for which streams waited for a place. None for other models.
+    # The places of a worker, and the median seconds for which streams waited for one. None unless
+    # the model is a `SteppedModel`, whose batches are its steps and whose requests are chunks.
     places: int | None = None
     place_wait: float = 0.0
 

@@ -62,7 +62,7 @@ REMEDIES = {
 }
 TITLES = {"requests_per_second": "requests/s", "p50_ms": "p50 ms", "p95_ms": "p95 ms"}
 COLUMNS = {**TITLES, "p99_ms": "p99 ms", "mean_batch": "batch"}
-# Of streamed bodies: the time to the first part, and the gap from one part to the next.
+# The figures of streamed bodies: the time to the first part, and the gap to the next one.
 PARTS = {f"{part}_p{at}_ms": f"{part} p{at} ms" for part in ("first", "gap") for at in (50, 99)}
 
 

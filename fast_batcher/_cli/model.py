@@ -287,7 +287,7 @@ class Measurement:
     lengths: Sequence[int] = ()
 
     def capacity(self, size: int) -> float:
-        """Return the requests per second of full batches, or of steps of so many streams."""
+        """Return the requests per second of full batches, or of steps with this number of streams."""
         return size / median(self.seconds[size]) / fmean(self.lengths or [1])
 
 
@@ -296,7 +296,7 @@ async def measure(
 ) -> Measurement:
     """Time batches of 1, 2, 4 and so on up to `max_batch_size`, on an open batcher.
 
-    Of a `SteppedModel` the steps of so many streams are timed, instead.
+    For a `SteppedModel` the steps are timed, with each number of streams.
 
     Raises:
         BatcherError: The model failed.

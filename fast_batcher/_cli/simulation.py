@@ -190,7 +190,7 @@ def simulate_steps(
         The streams that have joined, in this order. An answer is a first chunk, a batch is a step.
     """
     history, now = History(), 0.0
-    # Moments and clients of those that wait; clients and chunks left of those that run.
+    # Moments and clients of the waiting streams; clients and remaining chunks of the running ones.
     waiting: deque[tuple[float, int]] = deque()
     running: list[tuple[int, int]] = []
     while now < end and (running or waiting or load.next_at < inf):

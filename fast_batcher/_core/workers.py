@@ -110,7 +110,7 @@ class WorkerTable:
         return sum([batch.open_count for batch in self.all_batches()])
 
     def count_live(self, places: int) -> int:
-        """Return the number of streams that have a place, with so many places in each worker."""
+        """Return the number of streams that have a place, with `places` in each worker."""
         return sum([min(len(slot.batches), places) for slot in self.slots.values()])
 
     def all_batches(self) -> Iterator[Batch]:

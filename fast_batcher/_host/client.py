@@ -410,7 +410,7 @@ class RemoteSession(Session):
         ended: list[tuple[int, Any]],
         room: tuple[int, int],
     ) -> None:
-        """Give streams their chunks, and end those that have ended; `room` as for `_answer`."""
+        """Give streams their chunks, and end the ended ones; `room` as for `_answer`."""
         self._room = room[0] - (self._sent - room[1])
         for request_id, packed in zip(ids, chunks, strict=True):
             request = self._open.find(request_id)

@@ -152,7 +152,7 @@ class RemoteStreams:
         self._on_read()
 
     def take_reads(self) -> dict[int, int]:
-        """Return the numbers of chunks that were read, and begin anew."""
+        """Return the numbers of chunks that were read since the last call."""
         reads, self._reads = self._reads, {}
         return reads
 

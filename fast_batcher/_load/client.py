@@ -147,8 +147,8 @@ class Record:
     elapsed: float = 0.0
     # Seconds from the scheduled arrival until the request was sent, in an open loop.
     lags: list[float] = field(default_factory=list)
-    # Of good answers of the measured time whose bodies came in several parts: seconds from the
-    # request's moment to the first part, and from each part to the next.
+    # Seconds from a request's moment to the first part of its body, and from each part to the next,
+    # for good answers of the measured time whose bodies came in several parts.
     first_parts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     # The longest time in the measured time without a good answer, seconds.

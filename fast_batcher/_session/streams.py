@@ -30,7 +30,7 @@ MOST_BUFFERED_BYTES = 16 * 1024 * 1024
 
 
 class ChunkSink:
-    """The receiver of the chunks of one stream; counts those that its reader has not read."""
+    """The receiver of the chunks of one stream; counts the unread ones."""
 
     def __init__(self, most: int = MOST_BUFFERED) -> None:
         self._most = most
@@ -232,8 +232,8 @@ class StreamFigures:
     def __init__(self) -> None:
         self.chunks = 0
         self._steps = 0
-        # Of the last streams with a chunk: the moment of the first, and the seconds that the stream
-        # waited for its place before; and the seconds from the arrival to that chunk.
+        # The last streams with a chunk: the moment of the first chunk, the seconds that the
+        # stream had waited for its place, and the seconds from its arrival to that chunk.
         self.waits: deque[tuple[float, float]] = deque(maxlen=SAMPLED_BATCHES)
         self._first_chunks: deque[float] = deque(maxlen=SAMPLED_BATCHES)
         # Seconds between two chunks of a stream, one of each of the last steps.

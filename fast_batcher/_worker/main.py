@@ -142,7 +142,7 @@ class WorkerSettings(NamedTuple):
     copies_outputs: bool = False
     # Whether the parent takes the model for a `SteppedModel`.
     is_stepped: bool = False
-    # With a stepped model: most that its streams cost together, and whether they may begin again.
+    # The highest total cost of the streams of a stepped model; whether they may begin again.
     max_batch_cost: float | None = None
     idempotent: bool = True
 

@@ -70,8 +70,8 @@ class StepLoop:
         # the paused ones.
         self._states: dict[int, Any] = {}
         self._paused: set[int] = set()
-        # With a limit: the cost of the next stream; the costs of newcomers and streams, those that
-        # streams have grown to and that do not fit yet, and the streams that have chunks.
+        # The rest is used with a limit alone: the cost of the next stream; the costs of newcomers
+        # and streams; costs that do not fit yet, of streams that grow; streams that have chunks.
         self._most_cost, self._begins_again = most_cost, begins_again
         self._next_cost = 0.0
         self._costs: dict[int, float] = {}
