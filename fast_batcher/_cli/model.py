@@ -287,7 +287,7 @@ class Measurement:
     lengths: Sequence[int] = ()
 
     def capacity(self, size: int) -> float:
-        """Return the requests per second of full batches, or of steps with this number of streams."""
+        """Return the requests per second of full batches, or of steps of `size` streams."""
         return size / median(self.seconds[size]) / fmean(self.lengths or [1])
 
 
