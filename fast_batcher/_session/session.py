@@ -759,9 +759,11 @@ class LocalSession(Session):
     ) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
         index = worker.index
+        allowed = worker.allowed_sizes
         if self._is_stepped:  # they are the times of whole answers
-            times = []
-        self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages, index)
+            times, allowed = [], {}
+        now = monotonic()
+        self.scheduler.worker_ready(now, worker.id, times, worker.stages, index, allowed)
         if is_restart:
             self._ledger.counters.restarts += 1
             place = worker.pid, "", worker.node, worker.id
