@@ -181,10 +181,7 @@ NOT_IN_WORKER = (
 )
 
 # Optional methods and attributes of a model, besides `infer`.
-_HOOKS = (
-    *("warmup_inputs", "close", "cost", "prepare", "finish"),
-    *("collation", "allowed_batch_sizes"),
-)
+_HOOKS = ("warmup_inputs", "close", "cost", "collation", "allowed_batch_sizes", "prepare", "finish")
 # Names that a `batchable` method cannot have: attributes of a model or of `batcher.methods`.
 _RESERVED = {*_HOOKS, "device", "find", "worker_index"}
 # Methods that the worker calls with one argument: what they take, and what they return.

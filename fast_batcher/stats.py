@@ -67,7 +67,8 @@ class BatcherStats:
     # expired or were cancelled, and count as such.
     late_errors: int = 0
     # Share of the computed cost that was padding, 0 to 1, since the batcher was opened: inputs are
-    # padded to the longest of their batch. 0 without `cost`, and where costs are summed.
+    # padded to the longest of their batch, and batches are filled up to an allowed size. 0 without
+    # `cost` and `allowed_batch_sizes`, and where costs are summed.
     padding: float = 0.0
     # Whether this process reports the batcher to observers. With `shared` one server process
     # reports for all of them; see `observing.ReporterChanged`.
@@ -100,6 +101,7 @@ Cause = Literal[
     "disabled",
     "arrivals",
     "max_batch_size",
+    "allowed_batch_sizes",
     "cost",
     "groups",
     "hold",
@@ -113,6 +115,7 @@ _SENTENCES: dict[Cause, str] = {
     "disabled": "batching is off (enabled=False)",
     "arrivals": "no more requests were waiting",
     "max_batch_size": "they held max_batch_size requests",
+    "allowed_batch_sizes": "an allowed size answers more per second than the next larger one",
     "cost": "they reached max_batch_cost",
     "groups": "the requests that waited belong to other groups (group_by)",
     "hold": "they were held, and more requests were not worth the wait",

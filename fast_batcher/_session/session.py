@@ -744,6 +744,7 @@ class LocalSession(Session):
             settings.group_by is not None,
             settings.enabled,
             self.scheduler.is_short_of_memory,
+            self.scheduler.service.steps,
         )
         samples = self._ledger.counters.list_samples()
         if self._is_stepped:
@@ -758,8 +759,7 @@ class LocalSession(Session):
         self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
     ) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
-        index = worker.index
-        allowed = worker.allowed_sizes
+        index, allowed = worker.index, worker.allowed_sizes
         if self._is_stepped:  # they are the times of whole answers
             times, allowed = [], {}
         now = monotonic()
