@@ -5,7 +5,6 @@ had to stay behind. What a setting would gain is read from a service model of th
 of earlier ones of other sizes: the warm-up has measured a single input.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
@@ -204,18 +203,15 @@ def _advise_step(samples: Sequence[BatchSample], service: ServiceModel) -> str:
 
     Its time is taken to be on the line between its neighbours' times.
     """
-    points, fill = service.points(), service.fill
-    known = [size for size, _, _ in points]
+    fill, known = service.fill, [size for size, _, _ in service.points()]
     advice, most = "", LEAST_GAIN * sum(service.median(sample.size) for sample in samples)
     for step in sorted({sample.size for sample in samples} - {*known}) if service.steps else ():
-        at, filled = bisect_left(known, step), fill(step)
-        if 0 < at < len(known) and known[at] == filled:
-            (left, low, _), (right, high, _) = points[at - 1 : at + 1]
-            seconds = low + (high - low) * (step - left) / (right - left)
+        filled, whole, seconds = fill(step), service.median(step), service.median_between(step)
+        if known[0] < step and filled in known:
             sizes = [one.size for one in samples if fill(one.size) == filled and one.size <= step]
-            if (saved := len(sizes) * (high - seconds)) > most:
+            if (saved := len(sizes) * (whole - seconds)) > most:
                 span = f"{min(sizes)} to {step}" if min(sizes) < step else f"{step}"
-                gain = f"a step at {step} would answer {high / seconds:.2g} times as many"
+                gain = f"a step at {step} would answer {whole / seconds:.2g} times as many"
                 advice, most = f"batches of {span} are filled to {filled:.0f}: {gain}", saved
     return advice
 

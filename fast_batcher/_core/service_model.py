@@ -190,9 +190,13 @@ class ServiceModel:
 
     def median(self, size: float) -> float:
         """Return the median seconds of batches of this size; only if `is_known`."""
+        return self.median_between(self.fill(size))
+
+    def median_between(self, size: float) -> float:
+        """Return the median seconds on the line between steps, for a size that is a mean itself."""
         if self._median is None:
             self._median = self._line(attrgetter("median"))
-        return _read(self._median, self.fill(size))
+        return _read(self._median, size)
 
     def high(self, size: float) -> float:
         """Return the 95 % quantile of the seconds of this size; only if `is_known`."""
