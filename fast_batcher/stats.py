@@ -149,6 +149,8 @@ class Explanation:
     # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
     # quantile, by size.
     service_times: Sequence[tuple[float, float, float]] = ()
+    # The allowed batch sizes of the model, from the smallest on; empty if it takes any size.
+    allowed_batch_sizes: Sequence[int] = ()
     # Of a `SteppedModel`, whose batches are its steps, and whose requests are chunks: places of a
     # worker, and median seconds for which streams waited for a place. None for other models.
     places: int | None = None

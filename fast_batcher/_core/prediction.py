@@ -218,8 +218,9 @@ class BatchTimes:
         """Set the allowed batch sizes of methods by name; return whether there are any."""
         for method in self._methods.all:
             method.service.use_steps(allowed.get(method.name, ()))
-        self.is_wanted = self.is_wanted or bool(allowed)
-        return bool(allowed)
+        has_steps = any(allowed.values())
+        self.is_wanted = self.is_wanted or has_steps
+        return has_steps
 
     def observe_warm_up(self, times: Iterable[tuple[float, float]]) -> None:
         """Learn from the sizes and seconds of batches that a worker has computed to warm up."""
@@ -320,7 +321,7 @@ class BatchTimes:
         With allowed sizes it is the best size for so many requests.
         """
         size = float(self._methods.largest_size)
-        if self.by_size.steps:
+        if self.by_size.steps and self._packer is None:
             size = float(self.by_size.best_size(max(1, min(self._methods.largest_size, requests))))
         # Rounding may have left a mean of 0.
         if self._packer is None or not mean:

@@ -151,9 +151,8 @@ class ServiceModel:
         """Return the size to which a batch is filled; one beyond all steps is divided first."""
         if not self.steps:
             return size
-        parts, rest = divmod(size, self.steps[-1])
-        last = self.steps[bisect_left(self.steps, rest)] if rest else 0
-        return parts * self.steps[-1] + last
+        rest = size % self.steps[-1]
+        return size - rest + (self.steps[bisect_left(self.steps, rest)] if rest else 0)
 
     def best_size(self, count: int) -> int:
         """Return how many of `count` waiting requests to compute now, all or as many as a step.
@@ -251,13 +250,11 @@ class ServiceModel:
         As its weight decays, a step falls to the one below it: a step that is believed to be long
         must be tried again.
         """
-        times: list[float] = []
-        ordered = [bucket for _, bucket in sorted(self._buckets.items())]
-        for bucket in ordered:
-            own = seconds_of(bucket)
+        sizes, times = sorted(self._buckets), list[float]()
+        for size in sizes:
+            own = seconds_of(self._buckets[size])
             below = min(own, times[-1]) if times else own
-            times.append(below + (own - below) * self._weigh(bucket))
-        sizes = [bucket.size for bucket in ordered]
+            times.append(below + (own - below) * self._weigh(self._buckets[size]))
         return (sizes, times, *_slopes(sizes, times))
 
 

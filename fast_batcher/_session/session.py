@@ -749,9 +749,9 @@ class LocalSession(Session):
         samples = self._ledger.counters.list_samples()
         if self._is_stepped:
             return explain_streams(samples, setup, self._ledger.counters.streams.waits)
-        learned = self.scheduler.service.points()
+        learned, sizes = self.scheduler.service.points(), self.scheduler.service.steps
         explained = explain(samples, setup, learned)
-        return replace(explained, service_times=learned)
+        return replace(explained, service_times=learned, allowed_batch_sizes=sizes)
 
     # Events of the pool.
 
