@@ -247,6 +247,7 @@ class Cliff(FillsItself):
         return inputs
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize(("model", "sizes"), [(FillsItself, {1, 4, 16}), (Cliff, {1, 4})])
 async def test_allowed_sizes_are_timed(model: Any, sizes: set[int]) -> None:
