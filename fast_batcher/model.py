@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
 
-from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.collation import Collation, check_sizes
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import BATCH_SIZE, find_similar_name
 from fast_batcher.types import Rows
@@ -113,6 +113,9 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     # Rules that join inputs. `infer` then takes and returns one array, tensor or structure of
     # them instead of lists; with None it takes and returns lists. May be set in `__init__`.
     collation: Collation | None = None
+    # The sizes that a compiled model without a `collation` computes: the model itself fills up a
+    # batch to the next one. With a collation they are an argument of `Collation.stack`.
+    allowed_batch_sizes: tuple[int, ...] | None = None
     # Device of the worker, for `torch.device`: "cuda:0" or "cpu". A worker sees only the GPU that
     # `devices` gives it, so its number is 0 on every GPU. "cpu" without `devices`. Set before
     # `__init__` runs.
@@ -178,7 +181,7 @@ NOT_IN_WORKER = (
 )
 
 # Optional methods and attributes of a model, besides `infer`.
-_HOOKS = ("warmup_inputs", "close", "cost", "collation", "prepare", "finish")
+_HOOKS = ("warmup_inputs", "close", "cost", "collation", "allowed_batch_sizes", "prepare", "finish")
 # Names that a `batchable` method cannot have: attributes of a model or of `batcher.methods`.
 _RESERVED = {*_HOOKS, "device", "find", "worker_index"}
 # Methods that the worker calls with one argument: what they take, and what they return.
@@ -327,12 +330,8 @@ def find_model_fault(model: type) -> str | None:
     if abstract:
         return f"it does not implement {', '.join(abstract)}"
     collation = getattr(model, "collation", None)
-    # A property has its value only on an instance, which the worker makes.
-    if collation is not None and not isinstance(collation, Collation | property):
-        return (
-            f"its collation is {collation!r:.100}; make one with Collation.stack() or "
-            "Collation.pad()"
-        )
+    if (fault := _find_collation_fault(collation, model)) is not None:
+        return fault
     marked = [name for name in find_methods(model) if name != "infer"]
     for name in marked:
         if name in _RESERVED or name[0] == "_":
@@ -346,6 +345,28 @@ def find_model_fault(model: type) -> str | None:
             return f"a SteppedModel cannot have {', '.join(others) or 'a collation'}"
     faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
+
+
+def _find_collation_fault(collation: object, model: type) -> str | None:
+    """Describe why a model's collation or its allowed batch sizes are wrong, None if they are not.
+
+    A property has its value only on an instance, which the worker makes.
+    """
+    if collation is not None and not isinstance(collation, Collation | property):
+        return (
+            f"its collation is {collation!r:.100}; make one with Collation.stack() or "
+            "Collation.pad()"
+        )
+    sizes = getattr(model, "allowed_batch_sizes", None)
+    if sizes is None or isinstance(sizes, property):
+        return None
+    if isinstance(collation, Collation):
+        return "it has a collation, which takes allowed_batch_sizes as an argument"
+    try:
+        check_sizes(sizes)
+    except ConfigurationError as error:
+        return f"its {error}"
+    return None
 
 
 def warn_about_hooks(model: object) -> None:

@@ -67,7 +67,8 @@ class BatcherStats:
     # expired or were cancelled, and count as such.
     late_errors: int = 0
     # Share of the computed cost that was padding, 0 to 1, since the batcher was opened: inputs are
-    # padded to the longest of their batch. 0 without `cost`, and where costs are summed.
+    # padded to the longest of their batch, and batches are filled up to an allowed size. 0 without
+    # `cost` and `allowed_batch_sizes`, and where costs are summed.
     padding: float = 0.0
     # Whether this process reports the batcher to observers. With `shared` one server process
     # reports for all of them; see `observing.ReporterChanged`.
@@ -101,6 +102,7 @@ Cause = Literal[
     "disabled",
     "arrivals",
     "max_batch_size",
+    "allowed_batch_sizes",
     "cost",
     "groups",
     "hold",
@@ -114,6 +116,7 @@ _SENTENCES: dict[Cause, str] = {
     "disabled": "batching is off (enabled=False)",
     "arrivals": "no more requests were waiting",
     "max_batch_size": "they held max_batch_size requests",
+    "allowed_batch_sizes": "an allowed size answers more per second than the next larger one",
     "cost": "they reached max_batch_cost",
     "groups": "the requests that waited belong to other groups (group_by)",
     "hold": "they were held, and more requests were not worth the wait",
@@ -147,6 +150,8 @@ class Explanation:
     # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
     # quantile, by size.
     service_times: Sequence[tuple[float, float, float]] = ()
+    # The allowed batch sizes of the model, from the smallest on; empty if it takes any size.
+    allowed_batch_sizes: Sequence[int] = ()
     # The places of a worker, and the median seconds for which streams waited for one. None unless
     # the model is a `SteppedModel`, whose batches are its steps and whose requests are chunks.
     places: int | None = None

@@ -34,6 +34,8 @@ class Ours(Scheduler):
         max_batch_cost: Most that a batch costs; None for a full batch of requests that cost 1.
         methods: Names of the requests' methods by their number; None for a model without methods.
         packer: Fills batches by cost in another way.
+        warm_up: Sizes and seconds of the warm-up batches.
+        allowed: The allowed batch sizes that the scheduler knows.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Ours(Scheduler):
         max_batch_cost: float | None = None,
         methods: Sequence[str] | None = None,
         packer: BatchPacker | None = None,
+        warm_up: Sequence[tuple[int, float]] = (),
+        allowed: tuple[int, ...] = (),
     ) -> None:
         if costs is not None and packer is None:
             packer = PaddedPacker(max_batch_cost or float(max_batch_size))
@@ -66,7 +70,8 @@ class Ours(Scheduler):
             packer=packer,
             methods=[*self._method_of.values()],
         )
-        self.worker_ready(0.0, WORKER)
+        sizes = {"infer": allowed} if allowed else {}
+        self.worker_ready(0.0, WORKER, warm_up, allowed=sizes)
 
     def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
         """Submit them with their costs and methods."""

@@ -32,6 +32,7 @@ from benchmarks.simulation.models import (
     ENCODERS,
     LONGEST,
     MODELS,
+    STAIRS,
     Model,
     NoisyEncoder,
     Worker,
@@ -55,6 +56,8 @@ LOADS = (0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
 OVERLOADS = (1.2, 2.0, 5.0)
 COST_LOADS = (0.1, 0.2, 0.3)
 METHOD_LOADS = (0.5, 0.8, 0.95)
+# The last one is more than any policy can do.
+STAIR_LOADS = (0.5, 0.8, 0.95, 1.2)
 # Of the encoders: the lengths of texts, and clients that ask again at once.
 LENGTHS = ("uniform", "log-normal", "two kinds")
 PADDED_CLIENTS = (16, 64)
@@ -95,10 +98,12 @@ ALONE = "rare, alone"
 # learned or by the true time of n and L.
 IN_ORDER, SORTED, PRODUCT = "in order", "by length", "n x L"
 GREEDY_PADDED, TRUE = "n and L", "true times"
+# Of the part `stairs`: all waiting requests, without knowledge of the steps.
+WHOLE = "all waiting"
 # In the order of the tables.
 COLUMNS = (
     *(OPTIMUM, BOUND, OURS, NO_TARGET, IN_ORDER, SORTED, PRODUCT, GREEDY_PADDED, WITH_COSTS, TRUE),
-    *(GREEDY, *FIXED, ALONE, RARE, FREQUENT),
+    *(WHOLE, GREEDY, *FIXED, ALONE, RARE, FREQUENT),
 )
 
 
@@ -265,6 +270,34 @@ def methods(cell: Cell, seed: int, scale: float) -> Outcome:
     return {name: figures_of(record, start, seconds) for name, record in records.items()}
 
 
+def stairs(cell: Cell, seed: int, scale: float) -> Outcome:
+    """Simulate a compiled model at Poisson arrivals, and the exact optimum.
+
+    At more than the capacity the optimum is the capacity.
+    """
+    model = STAIRS[cell.model]
+    rate = cell.x * model.capacity
+    seconds = scale * 30_000 / rate
+    moments = poisson(rate, seconds, seed)
+    allowed = tuple(step for step, _ in model.steps)
+    size = model.max_batch_size
+    batchers: dict[str, Scheduler] = {
+        OURS: Ours(OURS, size, warm_up=model.steps, allowed=allowed),
+        WHOLE: Ours(OURS, size, warm_up=model.steps),
+    }
+    is_possible = cell.x < 1
+    if is_possible:
+        batchers[OPTIMUM] = Planned(optimum(model, cell.x).sizes)
+    found = _run_all(
+        batchers,
+        lambda: Arrivals(moments),
+        lambda: Worker(model).seconds,
+        seconds,
+        is_open=is_possible,
+    )
+    return found if is_possible else found | {OPTIMUM: {"answered_per_second": model.capacity}}
+
+
 def _run_all(
     batchers: dict[str, Scheduler],
     load: Callable[[], Arrivals],
@@ -296,6 +329,7 @@ RUNS: dict[str, Callable[[Cell, int, float], Outcome]] = {
     "costs": costs,
     "padded": padded,
     "methods": methods,
+    "stairs": stairs,
 }
 
 
@@ -323,6 +357,7 @@ def plan(parts: Sequence[str]) -> list[Cell]:
         for lengths in LENGTHS
         for clients in PADDED_CLIENTS
     ]
+    cells += [Cell("stairs", model, load) for model in STAIRS for load in STAIR_LOADS]
     return [cell for part in parts for cell in cells if cell.part == part]
 
 

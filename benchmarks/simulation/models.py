@@ -46,6 +46,37 @@ MODELS = {
 
 
 @dataclass(frozen=True)
+class Stairs(Model):
+    """A compiled model: a batch is filled up to the next of these sizes, in seconds."""
+
+    steps: tuple[tuple[int, float], ...] = ()
+
+    def seconds(self, size: float) -> float:
+        """Seconds of the step to which a batch is filled."""
+        return next(seconds for step, seconds in self.steps if step >= size)
+
+    @property
+    def capacity(self) -> float:
+        """Requests per second at the best of the steps."""
+        return max(step / seconds for step, seconds in self.steps)
+
+
+# Three shapes of stairs: a device that large batches do not fill; times that rise nearly in
+# proportion; and a last step that takes far longer than the one before it.
+STAIRS = {
+    model.name: model
+    for model in (
+        Stairs(name, 0.0, 0.0, 64, target=0.1, steps=steps)
+        for name, steps in (
+            ("level", ((1, 4e-3), (8, 4.5e-3), (32, 5e-3), (64, 6e-3))),
+            ("steep", ((1, 1e-3), (8, 4e-3), (32, 14e-3), (64, 27e-3))),
+            ("cliff", ((1, 4e-3), (8, 5e-3), (32, 6e-3), (64, 16e-3))),
+        )
+    )
+}
+
+
+@dataclass(frozen=True)
 class Encoder:
     """A text encoder: all inputs of a batch are padded to the longest.
 

@@ -16,6 +16,7 @@ from benchmarks.simulation.cells import (
     OVERLOADS,
     PRODUCT,
     TRUE,
+    WHOLE,
     WITH_COSTS,
     Cell,
     Outcome,
@@ -43,6 +44,9 @@ MOST_RARE_P99 = 2.0
 LEAST_OF_TRUE, MOST_BELOW_PRODUCT, MOST_P99_GAIN = 90.0, 2.0, 0.0
 # Where the true times gain this many percent over n x L, ours gain as many.
 WORTH_LEARNING = 10.0
+# Percent of the optimum's requests/s at more than the capacity; percent of those of all waiting
+# requests by which a mean may be lower by chance, and those by which a p99 may be longer.
+MOST_BELOW_CAPACITY, MOST_BELOW_WHOLE, MOST_P99_OVER_WHOLE = 3.0, 0.5, 0.5
 # The figures that are stored of each run, by part.
 STORED = {
     "open-loop": ("mean_ms", "p50_ms", "p99_ms", "batch_size"),
@@ -52,6 +56,7 @@ STORED = {
     "costs": ("mean_ms", "p99_ms", "batch_size"),
     "padded": ("answered_per_second", "p50_ms", "p99_ms", "batch_size"),
     "methods": ("mean_ms", "p50_ms", "p99_ms", "lost", "batch_size"),
+    "stairs": ("answered_per_second", "mean_ms", "p50_ms", "p99_ms", "batch_size"),
 }
 
 
@@ -124,6 +129,13 @@ def _gain(result: Result, system: str) -> object:
     return _signed(result.over(system, GREEDY, "answered_per_second"))
 
 
+def _rate_of_optimum(result: Result, system: str) -> object:
+    if system == OPTIMUM:
+        rate = result.estimate(OPTIMUM, "answered_per_second")
+        return rate and f"{number(rate.mean)}/s"
+    return _signed(result.over(system, OPTIMUM, "answered_per_second"))
+
+
 def _over_product(result: Result, system: str) -> object:
     if system == PRODUCT:
         rate = result.estimate(PRODUCT, "answered_per_second")
@@ -192,6 +204,11 @@ TABLES: dict[str, tuple[tuple[str, Callable[[Result, str], object]], ...]] = {
             _slowdown,
         ),
     ),
+    "stairs": (
+        ("Compiled models: answers per second, % over the optimum", _rate_of_optimum),
+        ("Mean latency, % over the optimum", _regret),
+        ("p99, ms", lambda result, system: result.estimate(system, "p99_ms")),
+    ),
 }
 
 
@@ -215,6 +232,7 @@ def verdicts(results: Sequence[Result], part: str) -> list[Verdict]:
         "costs": _judge_costs,
         "padded": _judge_padded,
         "methods": _judge_methods,
+        "stairs": _judge_stairs,
     }
     return judges[part](results)
 
@@ -318,3 +336,16 @@ def _judge_methods(results: Sequence[Result]) -> list[Verdict]:
         Verdict(f"{one.cell}: {claim}", _spread(_times_alone(one, RARE)), at_most=MOST_RARE_P99)
         for one in results
     ]
+
+
+def _judge_stairs(results: Sequence[Result]) -> list[Verdict]:
+    rate = "answered_per_second"
+    full = [one for one in results if one.cell.x > 1]
+    below = [(one.cell, _negative(one.over(OURS, OPTIMUM, rate))) for one in full]
+    claim = f"requests/s at most {MOST_BELOW_CAPACITY:g} % below the optimum at saturation"
+    found = _worst(claim, below, MOST_BELOW_CAPACITY)
+    losses = [(one.cell, _negative(one.over(OURS, WHOLE, rate))) for one in results]
+    claim = f"requests/s at most {MOST_BELOW_WHOLE:g} % below those of all waiting"
+    found += _worst(claim, losses, MOST_BELOW_WHOLE)
+    p99 = [(one.cell, one.over(OURS, WHOLE, "p99_ms")) for one in results]
+    return [*found, *_worst("p99 over that of all waiting, %", p99, MOST_P99_OVER_WHOLE)[:1]]

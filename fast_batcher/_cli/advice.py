@@ -182,7 +182,7 @@ def predict(
         load = Arrivals(moments[::num_workers])
         history = simulate_steps(load, draw_length, max_batch_size, draw)
     else:
-        scheduler = open_scheduler(max_batch_size, num_workers)
+        scheduler = open_scheduler(max_batch_size, num_workers, measurement.allowed)
         history = simulate(scheduler, Arrivals(moments), draw)
     pairs = zip(history.arrivals, history.answers, strict=True)
     # The simulation does not have the way to the worker and back.
@@ -196,7 +196,8 @@ def draw_seconds(measurement: Measurement) -> Callable[[float, Sequence[int]], f
 
     def draw(_: float, requests: Sequence[int]) -> float:
         at, quantile = bisect_left(sizes, len(requests)), random.random()
-        left, right = sizes[max(0, at - 1)], sizes[at]
+        # A batch is filled up to the next allowed size.
+        left, right = sizes[at if measurement.allowed else max(0, at - 1)], sizes[at]
         low, high = (one[int(quantile * len(one))] for one in (seconds[left], seconds[right]))
         share = (len(requests) - left) / (right - left) if right > left else 0.0
         return low + share * (high - low)

@@ -285,6 +285,8 @@ class Measurement:
     fails_from: int | None = None
     # Chunks of the answers of a `SteppedModel`; empty for another model.
     lengths: Sequence[int] = ()
+    # The allowed batch sizes of the model; empty if it takes any size.
+    allowed: tuple[int, ...] = ()
 
     def capacity(self, size: int) -> float:
         """Return the requests per second of full batches, or of steps of `size` streams."""
@@ -296,7 +298,8 @@ async def measure(
 ) -> Measurement:
     """Time batches of 1, 2, 4 and so on up to `max_batch_size`, on an open batcher.
 
-    For a `SteppedModel` the steps are timed, with each number of streams.
+    With allowed batch sizes these are timed, as far as the scheduler forms batches of them. For a
+    `SteppedModel` the steps are timed, with each number of streams.
 
     Raises:
         BatcherError: The model failed.
@@ -305,7 +308,9 @@ async def measure(
     watcher = _Watcher()
     batcher.add_observer(watcher)
     most = int(batcher.settings["max_batch_size"].value)
-    sizes = sorted({*(1 << power for power in range(20) if 1 << power < most), most})
+    allowed = tuple(batcher.explain().allowed_batch_sizes)
+    usual = allowed or [1 << power for power in range(20)]
+    sizes = sorted({1, most, *(size for size in usual if size < most)})
     if is_streaming(batcher):
         return await _measure_steps(batcher, inputs, sizes, note)
     values = cycle(inputs)
@@ -321,8 +326,9 @@ async def measure(
             before = len(watcher.seconds)
             await asyncio.gather(*map(batcher.process_batched, batch))
             if all(found != size for found, _ in watcher.seconds[before:]):
-                # The batch has failed, and was computed in parts.
-                sizes, fails_from = [one for one in sizes if one < size], size
+                # The batch has failed, and was computed in parts; or two of a smaller allowed size
+                # take less time.
+                sizes, fails_from = [one for one in sizes if one < size], None if allowed else size
                 break
             if size == 1:
                 latencies.append(perf_counter() - began_at)
@@ -333,7 +339,7 @@ async def measure(
             seconds.setdefault(size, []).append(found)
     overhead = max(0.0, median(latencies) - median(seconds[1]))
     # Clocks of CPU time may be coarse.
-    return Measurement(seconds, overhead, max(median(cpu_seconds), 1e-6), fails_from)
+    return Measurement(seconds, overhead, max(median(cpu_seconds), 1e-6), fails_from, (), allowed)
 
 
 async def _measure_steps(

@@ -79,14 +79,14 @@ def poisson(rate: float, seconds: float, seed: int) -> list[float]:
     return moments
 
 
-def open_scheduler(max_batch_size: int, num_workers: int) -> Scheduler:
+def open_scheduler(max_batch_size: int, num_workers: int, allowed: tuple[int, ...]) -> Scheduler:
     """Make the scheduler of a batcher whose other options are defaults; its workers are ready."""
     settings = Settings(max_batch_size=max_batch_size, num_workers=num_workers)
     policy = make_policy(settings.policy, settings.max_delay)
     methods = [Method("infer", None, max_batch_size)]
     scheduler = make_scheduler(settings, methods, policy, is_stepped=False)
     for worker in range(num_workers):
-        scheduler.worker_ready(0.0, worker)
+        scheduler.worker_ready(0.0, worker, allowed={"infer": allowed})
     return scheduler
 
 

@@ -7,6 +7,7 @@ of earlier ones of other sizes: the warm-up has measured a single input.
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from fast_batcher._core.service_model import ServiceModel
@@ -47,6 +48,8 @@ class Setup(NamedTuple):
     is_enabled: bool = True
     # Whether batches are smaller for now because the model ran out of memory.
     is_short_of_memory: bool = False
+    # The sizes to which batches are filled, empty if they are not.
+    allowed_batch_sizes: tuple[int, ...] = ()
 
 
 def explain(
@@ -67,7 +70,7 @@ def explain(
     for sample in samples:
         votes[_find_cause(sample, setup)] += sample.size
     (cause, count), *_ = votes.most_common(1)
-    service = _learn(samples, learned)
+    service = _learn(samples, learned, setup.allowed_batch_sizes)
     rate, capacity = requests / seconds, _predict_capacity(setup, service)
     return Explanation(
         batches=len(samples),
@@ -83,17 +86,19 @@ def explain(
 
 
 def _learn(
-    samples: Sequence[BatchSample], learned: Sequence[tuple[float, float, float]]
+    samples: Sequence[BatchSample],
+    learned: Sequence[tuple[float, float, float]],
+    steps: tuple[int, ...],
 ) -> ServiceModel:
     """Make a service model of the samples, and of the other sizes that were learned before."""
-    service = ServiceModel()
+    service = ServiceModel(steps)
     for sample in samples:
         service.observe(sample.size, sample.answered_at - sample.began_at)
     sampled = service.points()
     # Last, and so with their full weight: nothing newer tells about these sizes.
     for size, median, _ in learned:
         if all(
-            max(size, known) >= 2 * min(size, known)
+            (max(size, known) >= 2 * min(size, known) or (steps and size != known))
             and not _contradict((size, median), (known, seconds))
             for known, seconds, _ in sampled
         ):
@@ -112,7 +117,8 @@ def _contradict(*points: tuple[float, float]) -> bool:
 
 def _predict_capacity(setup: Setup, service: ServiceModel) -> float | None:
     """Predict the requests per second with full batches; None if too little was measured."""
-    full, sizes = setup.max_batch_size, [size for size, _, _ in service.points()]
+    full = service.best_size(setup.max_batch_size)
+    sizes = [size for size, _, _ in service.points()]
     # One size alone tells nothing about a batch twice as large.
     if not sizes or (len(sizes) == 1 and full >= 2 * sizes[0]):
         return None
@@ -126,12 +132,7 @@ def _find_cause(sample: BatchSample, setup: Setup) -> Cause:
     if sample.release is Release.RETRY:
         return "retries"
     if sample.release is Release.FULL:
-        if sample.size >= setup.max_batch_size:
-            return "max_batch_size"
-        if setup.has_cost_limit:
-            return "cost"
-        # The limit was that of a method, or another one until `reconfigure`.
-        return "memory" if setup.is_short_of_memory else "max_batch_size"
+        return _find_limit(sample, setup)
     if sample.left_waiting and setup.is_grouped:
         return "groups"
     if sample.left_waiting and setup.has_cost_limit:
@@ -141,7 +142,21 @@ def _find_cause(sample: BatchSample, setup: Setup) -> Cause:
         Release.WINDOW: "window",
         Release.DEADLINE: "deadline",
     }
-    return by_release.get(sample.release, "arrivals")
+    # Requests wait on where a full step answers more per second than the next one.
+    is_best = sample.left_waiting and sample.size in setup.allowed_batch_sizes
+    return by_release.get(sample.release, "allowed_batch_sizes" if is_best else "arrivals")
+
+
+def _find_limit(sample: BatchSample, setup: Setup) -> Cause:
+    """Return the limit of a batch behind which enough requests for a full one waited."""
+    if sample.size >= setup.max_batch_size:
+        return "max_batch_size"
+    if setup.has_cost_limit:
+        return "cost"
+    if sample.size in setup.allowed_batch_sizes:
+        return "allowed_batch_sizes"
+    # The limit was that of a method, or another one until `reconfigure`.
+    return "memory" if setup.is_short_of_memory else "max_batch_size"
 
 
 def _advise(
@@ -152,6 +167,8 @@ def _advise(
     rate: float,
 ) -> str:
     """Return what would change the size of the batches, and what it would gain."""
+    if cause not in ("disabled", "retries") and (advice := _advise_step(samples, service)):
+        return advice
     if cause == "max_batch_size":
         full = [sample.size for sample in samples if sample.release is Release.FULL]
         if 2 * sum(size < setup.max_batch_size for size in full) > len(full):
@@ -170,6 +187,7 @@ def _advise(
         )
     return {
         "disabled": "enabled=True lets requests share batches",
+        "allowed_batch_sizes": "nothing to change: the next larger size answers fewer per second",
         "cost": "a higher max_batch_cost allows larger batches",
         "groups": "fewer different keys of group_by allow larger batches",
         "memory": "the model ran out of memory; larger batches are tried again from time to time",
@@ -178,6 +196,24 @@ def _advise(
         "retries": "requests are tried again after errors or lost workers; see the log",
         "arrivals": "nothing to change: batches hold what arrives while a worker computes",
     }[cause]
+
+
+def _advise_step(samples: Sequence[BatchSample], service: ServiceModel) -> str:
+    """Return the further allowed size that would save most of the time, "" if none saves enough.
+
+    Its time is taken to be on the line between its neighbours' times.
+    """
+    fill, known = service.fill, [size for size, _, _ in service.points()]
+    advice, most = "", LEAST_GAIN * sum(service.median(sample.size) for sample in samples)
+    for step in sorted({sample.size for sample in samples} - {*known}) if service.steps else ():
+        filled, whole, seconds = fill(step), service.median(step), service.median_between(step)
+        if known[0] < step and filled in known:
+            sizes = [one.size for one in samples if fill(one.size) == filled and one.size <= step]
+            if (saved := len(sizes) * (whole - seconds)) > most:
+                span = f"{min(sizes)} to {step}" if min(sizes) < step else f"{step}"
+                gain = f"a step at {step} would answer {whole / seconds:.2g} times as many"
+                advice, most = f"batches of {span} are filled to {filled:.0f}: {gain}", saved
+    return advice
 
 
 def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
@@ -199,7 +235,8 @@ def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
             f"larger batches would not help: one of {2 * full} is predicted to take twice as long; "
             f"num_workers={setup.num_workers + 1} helps if there is a core or GPU for it"
         )
+    also = " with an allowed size of as many" if 2 * full > max(service.steps, default=inf) else ""
     return (
-        f"max_batch_size={2 * full} is predicted to raise the capacity by {gain:.0%}, if the time "
-        f"of a batch goes on as from {sizes[0]:.3g} to {sizes[-1]:.3g} requests"
+        f"max_batch_size={2 * full}{also} is predicted to raise the capacity by {gain:.0%}, if the "
+        f"time of a batch goes on as from {sizes[0]:.3g} to {sizes[-1]:.3g} requests"
     )

@@ -346,7 +346,8 @@ def _best_moment(
     load: Load,
 ) -> float:
     """Return the moment at which the gain of waiting is largest; `now` if it is too small."""
-    median = load.service.median
+    # Most sizes below are means: at one just below a step, half of the batches are above it.
+    median = load.service.median_between
     waiting, most = load.waiting, load.max_batch_size
     # A request without room in the second batch either waits as long with a hold as without one.
     total = min(expected[-1], float(most))

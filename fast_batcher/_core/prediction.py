@@ -6,7 +6,7 @@ different methods never share a batch, because each request is in a group of its
 All predictions read the 95 % quantile of the measured times, unless they say otherwise.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import ceil, inf
 from typing import Final, NamedTuple
 
@@ -180,7 +180,7 @@ class BatchTimes:
 
     @property
     def padding(self) -> float:
-        """Share of the computed cost that was padding, 0 to 1."""
+        """Share of the computed cost that was padding or filling, 0 to 1."""
         return 1 - self._answered_cost / self._computed_cost if self._computed_cost else 0.0
 
     def _shape_of(self, requests: list[Request]) -> Shape:
@@ -188,7 +188,8 @@ class BatchTimes:
         if self._packer is None:
             return _make_shape(len(requests), 1.0)
         costs = [request.cost for request in requests]
-        return Shape(len(costs), max(costs), sum(costs))
+        service = self._methods.of(requests[0].group).service
+        return Shape(service.fill(len(costs)), max(costs), sum(costs))
 
     def seconds_of(self, requests: list[Request]) -> float:
         """Predict the seconds of a batch of these requests; only if `is_known`."""
@@ -199,15 +200,27 @@ class BatchTimes:
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from an answered batch."""
-        self.by_size.observe(len(batch.requests), seconds)
+        size = len(batch.requests)
+        self.by_size.observe(size, seconds)
         service = self._methods.of(batch.requests[0].group).service
         if service is not self.by_size:
-            service.observe(len(batch.requests), seconds)
+            service.observe(size, seconds)
         if self._packer is not None:
             shape = self._shape_of(batch.requests)
             self._answered_cost += shape.cost
             self._computed_cost += self._packer.charge(shape)
             self.by_shape.observe(shape, seconds)
+        else:
+            self._answered_cost += size
+            self._computed_cost += service.fill(size)
+
+    def use_steps(self, allowed: Mapping[str, tuple[int, ...]]) -> bool:
+        """Set the allowed batch sizes of methods by name; return whether there are any."""
+        for method in self._methods.all:
+            method.service.use_steps(allowed.get(method.name, ()))
+        has_steps = any(allowed.values())
+        self.is_wanted = self.is_wanted or has_steps
+        return has_steps
 
     def observe_warm_up(self, times: Iterable[tuple[float, float]]) -> None:
         """Learn from the sizes and seconds of batches that a worker has computed to warm up."""
@@ -253,7 +266,7 @@ class BatchTimes:
             return 0.0
         high = self.by_shape.high
         mean = (ahead.cost + cost) / (ahead.requests + 1)
-        full = self._full_size(mean)
+        full = self._full_size(mean, ahead.requests + 1)
         batches = max(ahead.cost // (full * mean), ahead.groups - 1)
         # A long input of a padded batch makes all others long.
         alone = high(_make_shape(1, cost)) if self.has_costs else 0.0
@@ -272,7 +285,7 @@ class BatchTimes:
         if not self.is_known or backlog.delay == inf:
             return None
         mean = backlog.cost / backlog.requests if self.has_costs and backlog.requests else 1.0
-        full = self._full_size(mean)
+        full = self._full_size(mean, backlog.requests)
         batches = ceil(backlog.requests / full)
         seconds = batches * self.by_shape.median(_make_shape(full, mean))
         return backlog.delay + seconds / backlog.workers
@@ -290,7 +303,7 @@ class BatchTimes:
         work = sum([self.seconds_until_free(now, slot, median) for slot in slots])
         if requests:
             mean = cost / requests if self.has_costs else 1.0
-            full = self._full_size(mean)
+            full = self._full_size(mean, requests)
             batches, rest = divmod(requests, full)
             work += batches * median(_make_shape(full, mean))
             work += median(_make_shape(rest, mean)) if rest else 0.0
@@ -299,12 +312,17 @@ class BatchTimes:
     @property
     def full_batch(self) -> tuple[float, int] | None:
         """Predict by the median the seconds of a full batch; return them with its size."""
-        size = self._methods.largest_size
+        size = self.by_size.best_size(self._methods.largest_size)
         return (self.by_size.median(size), size) if self.by_size.is_known else None
 
-    def _full_size(self, mean: float) -> float:
-        """Return the requests of a full batch at this mean cost: full by number, or by cost."""
+    def _full_size(self, mean: float, requests: int) -> float:
+        """Return the requests of a full batch at this mean cost: full by number, or by cost.
+
+        With allowed sizes it is the best size for so many requests.
+        """
         size = float(self._methods.largest_size)
+        if self.by_size.steps and self._packer is None:
+            size = float(self.by_size.best_size(max(1, min(self._methods.largest_size, requests))))
         # Rounding may have left a mean of 0.
         if self._packer is None or not mean:
             return size

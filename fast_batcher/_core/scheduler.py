@@ -13,7 +13,7 @@ from then on its `is_settled` is True. An internal error does not change that: s
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from math import inf
 from operator import attrgetter
@@ -414,7 +414,12 @@ class DeadlineBatches:
 
     def _next(self, queue: RankedQueue) -> list[Request]:
         """Return the next batch without regard to targets; it stays in the queue."""
-        return queue.choose(self._methods.of(queue.next_group).size_cap.size)
+        method = self._methods.of(queue.next_group)
+        requests = queue.choose(method.size_cap.size)
+        if method.service.steps and not self._times.has_costs:
+            # The others go with those that arrive while these are computed.
+            return requests[: method.service.best_size(len(requests))]
+        return requests
 
     def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
         """Choose a batch that begins at `start`; the flag says that targets made it smaller."""
@@ -422,7 +427,9 @@ class DeadlineBatches:
         if not self._times.is_known:
             return requests, False
         while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
-            if len(requests) == queue.size:
+            method = self._methods.of(queue.next_group)
+            could_be_all = method.service.steps and queue.size <= method.size_cap.size
+            if len(requests) == queue.size or could_be_all:
                 return self._choose_of_last(start, queue, requests)
             # Other requests can run in the place of these.
             self._drop(queue, [request for request in requests if target_of(request) < finish])
@@ -516,7 +523,7 @@ class Scheduler:
 
     @property
     def padding(self) -> float:
-        """Share of the computed cost that was padding, 0 to 1."""
+        """Share of the computed cost that was padding or filling, 0 to 1."""
         return self._times.padding
 
     @property
@@ -617,7 +624,7 @@ class Scheduler:
             method.reconfigure(limits.max_batch_size)
 
     def rank_requests(self) -> None:
-        """Use a `RankedQueue` from now on, for priorities, groups, costs and explicit deadlines.
+        """Use a `RankedQueue` from now on: for priorities, groups, costs, deadlines, allowed sizes.
 
         Waiting requests move to it. Called on first use only, because a ranked queue costs every
         request some microseconds.
@@ -638,9 +645,15 @@ class Scheduler:
         times: Iterable[tuple[float, float]] = (),
         stages: int = 1,
         index: int = 0,
+        allowed: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Add a worker with its stages, and the sizes and seconds of its warm-up batches."""
+        """Add a worker with its stages, and the sizes and seconds of its warm-up batches.
+
+        `allowed` are the allowed batch sizes of the model's methods, by name.
+        """
         self.workers.add(worker, index, stages)
+        if self._times.use_steps(allowed or {}):
+            self.rank_requests()
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self.queue))
 

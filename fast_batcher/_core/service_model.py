@@ -8,6 +8,9 @@ Pure; on the scheduler's thread.
 In a `ServiceModel` sizes are put into buckets of powers of two; each bucket tracks the median and
 the 95 % quantile of its times by multiplicative steps, which need no history, and which an outlier
 moves by one step only. Estimates are read from a line through the buckets: see `_line`.
+
+A compiled model computes only some sizes, and a batch is filled up to the next one. Its times are a
+staircase: each allowed size is a bucket, and every size is read at the one to which it is filled.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -38,6 +41,8 @@ QUIET_RUN, FAR, YOUNG, MOST_QUIET_DOUBLINGS = 64, 2.0, 512, 8
 # and after LONGEST_HALF_LIFE batches at the latest: 4096 batches of 5 ms are 20 seconds. A size
 # observed three times at a bad moment is forgotten within a few hundred batches.
 HALF_LIFE_PER_OBSERVATION, LONGEST_HALF_LIFE = 32, 4096
+# That of a step. It is tried again about two half-lives later, for less than 1 % of the time.
+STEP_HALF_LIFE = 256
 # Enough for sizes that differ 2**32-fold. Costs come from the user's function and have no bound.
 MOST_BUCKETS = 32
 # A line is reused for this many observations of settled buckets: it takes 10 us to compute, and
@@ -65,9 +70,6 @@ class _Bucket:
 
     def is_settled(self) -> bool:
         return self.count > 2 * PLAIN and abs(self.run) <= STEADY_RUN
-
-    def half_life(self) -> int:
-        return min(HALF_LIFE_PER_OBSERVATION * self.count, LONGEST_HALF_LIFE)
 
     def observe(self, size: float, seconds: float) -> None:
         count = self.count = self.count + 1
@@ -117,11 +119,16 @@ class ServiceModel:
 
     Source: stochastic approximation of quantiles. On a model with a knee and 1 % of its times
     twentyfold, the median was 2.7 % off, a line of least squares 19 %.
+
+    Args:
+        steps: The sizes to which batches are filled, rising; empty if none is filled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: tuple[int, ...] = ()) -> None:
+        self.steps = steps
         self._count = 0
-        self._buckets: dict[int, _Bucket] = {}
+        # By the exponent of their sizes, or by their step.
+        self._buckets: dict[float, _Bucket] = {}
         # The lines that are read, None when they must be computed again: at the latest with the
         # observation of this number.
         self._next_line = 0
@@ -133,19 +140,47 @@ class ServiceModel:
         """Whether there has been an observation; before it nothing may be read."""
         return bool(self._buckets)
 
+    def use_steps(self, steps: tuple[int, ...]) -> None:
+        """Use other steps from now on, and forget what was learned with the previous ones."""
+        if steps != self.steps:
+            self.steps = steps
+            self._buckets.clear()
+            self._median = self._high = None
+
+    def fill(self, size: float) -> float:
+        """Return the size to which a batch is filled; one beyond all steps is divided first."""
+        if not self.steps:
+            return size
+        rest = size % self.steps[-1]
+        return size - rest + (self.steps[bisect_left(self.steps, rest)] if rest else 0)
+
+    def best_size(self, count: int) -> int:
+        """Return how many of `count` waiting requests to compute now, all or as many as a step.
+
+        The size with most requests per second is best: the others go with those that arrive
+        meanwhile. All go if the time of their step is unknown.
+        """
+        if self.fill(count) not in self._buckets:
+            return count
+        known = [size for size in self.steps if size < count and size in self._buckets]
+        # The larger one of two equal sizes is the first.
+        return max([count, *reversed(known)], key=lambda size: size / self.median(size))
+
     def observe(self, size: float, seconds: float) -> None:
         """Learn from a batch that has been answered."""
         if not (0 < seconds < inf and 0 < size < inf):
             return
-        mantissa, exponent = frexp(size)
-        if mantissa == 0.5:  # a power of two is the largest of its bucket
-            exponent -= 1
+        size = key = self.fill(size)
+        if not self.steps:
+            mantissa, key = frexp(size)
+            if mantissa == 0.5:  # a power of two is the largest of its bucket
+                key -= 1
         self._count += 1
-        bucket = self._buckets.get(exponent)
-        if bucket is None or self._count - bucket.last_seen > bucket.half_life():
+        bucket = self._buckets.get(key)
+        if bucket is None or self._count - bucket.last_seen > self._half_life(bucket):
             if bucket is None and len(self._buckets) == MOST_BUCKETS:
                 del self._buckets[min(self._buckets, key=lambda key: self._buckets[key].last_seen)]
-            bucket = self._buckets[exponent] = _Bucket()
+            bucket = self._buckets[key] = _Bucket()
         bucket.last_seen = self._count
         bucket.observe(size, seconds)
         if not bucket.is_settled() or self._count >= self._next_line:
@@ -154,6 +189,10 @@ class ServiceModel:
 
     def median(self, size: float) -> float:
         """Return the median seconds of batches of this size; only if `is_known`."""
+        return self.median_between(self.fill(size))
+
+    def median_between(self, size: float) -> float:
+        """Return the median seconds on the line between steps, for a size that is a mean itself."""
         if self._median is None:
             self._median = self._line(attrgetter("median"))
         return _read(self._median, size)
@@ -163,11 +202,19 @@ class ServiceModel:
         if self._high is None:
             self._high = self._line(attrgetter("high"))
         # The two lines may cross at sizes with few observations.
-        return max(_read(self._high, size), self.median(size))
+        return max(_read(self._high, self.fill(size)), self.median(size))
 
     def points(self) -> list[tuple[float, float, float]]:
         """Return the mean size, the median and the 95 % quantile of each bucket, by size."""
         return sorted((known.size, known.median, known.high) for known in self._buckets.values())
+
+    def _half_life(self, bucket: _Bucket) -> int:
+        each = STEP_HALF_LIFE if self.steps else HALF_LIFE_PER_OBSERVATION
+        return min(each * bucket.count, LONGEST_HALF_LIFE)
+
+    def _weigh(self, bucket: _Bucket) -> float:
+        """Return the weight of a bucket, which decays with its age."""
+        return float(0.5 ** ((self._count - bucket.last_seen) / self._half_life(bucket)))
 
     def _line(self, seconds_of: Callable[[_Bucket], float]) -> _Line:
         """Return a rising line through the buckets, which are added most recent first.
@@ -177,6 +224,8 @@ class ServiceModel:
         clamped between its more recent neighbours. Its weight decays with its age; the rest of the
         weight goes to the line through the others.
         """
+        if self.steps:
+            return self._stairs(seconds_of)
         sizes: list[float] = []
         times: list[float] = []
         line: _Line = (sizes, times, 0.0, 0.0)
@@ -189,12 +238,24 @@ class ServiceModel:
                 if at < len(times) and seconds > times[at]:
                     seconds = times[at]
                 others = _read(line, size)
-                weight = 0.5 ** ((self._count - bucket.last_seen) / bucket.half_life())
-                seconds = others + (seconds - others) * weight
+                seconds = others + (seconds - others) * self._weigh(bucket)
             sizes.insert(at, size)
             times.insert(at, seconds)
             line = (sizes, times, *_slopes(sizes, times))
         return line
+
+    def _stairs(self, seconds_of: Callable[[_Bucket], float]) -> _Line:
+        """Return the line through the steps, each of which has its own time.
+
+        As its weight decays, a step falls to the one below it: a step that is believed to be long
+        must be tried again.
+        """
+        sizes, times = sorted(self._buckets), list[float]()
+        for size in sizes:
+            own = seconds_of(self._buckets[size])
+            below = min(own, times[-1]) if times else own
+            times.append(below + (own - below) * self._weigh(self._buckets[size]))
+        return (sizes, times, *_slopes(sizes, times))
 
 
 def _slopes(sizes: list[float], times: list[float]) -> tuple[float, float]:

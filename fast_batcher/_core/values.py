@@ -305,7 +305,7 @@ class Release(StrEnum):
     # The hash of an enumeration is a Python function, and each batch is counted by its reason.
     __hash__ = str.__hash__
 
-    FULL = "full"  # it holds `max_batch_size` requests
+    FULL = "full"  # `max_batch_size` requests were waiting
     IDLE = "idle"  # a worker was free
     HOLD = "hold"  # it was held, and waiting longer is not expected to pay
     WINDOW = "window"  # `max_delay` had passed under policy="fixed"

@@ -210,6 +210,8 @@ class WorkerHandle(ABC):
         self.outbox: OutboxReader | None = None
         # Batches on which it works at the same time, 1 to 3; set when it is ready.
         self.stages = 1
+        # The allowed batch sizes of the model's methods, by name; set when it is ready.
+        self.allowed_sizes: dict[str, tuple[int, ...]] = {}
         # Files of the app that the worker has imported; set when it is ready.
         self.module_files: dict[str, FileState] = {}
 
@@ -303,6 +305,7 @@ class WorkerHandle(ABC):
 
     def _loaded(self, times: Any, stages: int, files: dict[str, Any], start: Start) -> None:
         self.stages, self.module_files = stages, files
+        self.allowed_sizes = start.allowed_sizes
         self.state = WorkerState.READY
         devices = self._settings.devices
         if devices is not None:  # the worker's own name of each GPU is cuda:0

@@ -744,13 +744,14 @@ class LocalSession(Session):
             settings.group_by is not None,
             settings.enabled,
             self.scheduler.is_short_of_memory,
+            self.scheduler.service.steps,
         )
         samples = self._ledger.counters.list_samples()
         if self._is_stepped:
             return explain_streams(samples, setup, self._ledger.counters.streams.waits)
-        learned = self.scheduler.service.points()
+        learned, sizes = self.scheduler.service.points(), self.scheduler.service.steps
         explained = explain(samples, setup, learned)
-        return replace(explained, service_times=learned)
+        return replace(explained, service_times=learned, allowed_batch_sizes=sizes)
 
     # Events of the pool.
 
@@ -758,10 +759,11 @@ class LocalSession(Session):
         self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
     ) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
-        index = worker.index
+        index, allowed = worker.index, worker.allowed_sizes
         if self._is_stepped:  # they are the times of whole answers
-            times = []
-        self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages, index)
+            times, allowed = [], {}
+        now = monotonic()
+        self.scheduler.worker_ready(now, worker.id, times, worker.stages, index, allowed)
         if is_restart:
             self._ledger.counters.restarts += 1
             place = worker.pid, "", worker.node, worker.id

@@ -35,6 +35,7 @@ from fast_batcher._worker.model import (
     construct,
     find_gpu,
     import_model,
+    list_allowed_sizes,
     read_module_files,
     warm_up,
     warn_about_unused_gpus,
@@ -148,7 +149,7 @@ class WorkerSettings(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Course of a worker's start, for the log."""
+    """Course of a worker's start, for the log, and the sizes that its model computes."""
 
     # Seconds of the model's import, of its constructor, and of the warm-up.
     import_seconds: float
@@ -159,6 +160,8 @@ class Start(NamedTuple):
     # Resident memory of the process, and memory that PyTorch has allocated on the GPU.
     rss_bytes: int
     gpu_bytes: int
+    # The allowed batch sizes of the model's methods, by name.
+    allowed_sizes: dict[str, tuple[int, ...]]
 
 
 class Loaded(NamedTuple):
@@ -194,8 +197,8 @@ def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
     if stages.count > 1:
         in_turn = stages.run_in_turn(in_turn.infer)
     own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
-    allowed = getattr(models["infer"], "allowed_batch_sizes", ())
-    times = warm_up(in_turn, own_size or settings.max_batch_size, allowed)
+    allowed = list_allowed_sizes(models)
+    times = warm_up(in_turn, own_size or settings.max_batch_size, allowed.get("infer", ()))
     warm = monotonic()
     if settings.freeze_gc:
         freeze_for_good()
@@ -209,6 +212,7 @@ def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
         settings.device or gpu,
         read_rss(os.getpid()),
         gpu_bytes,
+        allowed,
     )
     return Loaded(model, models, stages, in_turn, times, start)
 

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from time import monotonic
 from typing import Any, NamedTuple
 
-from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.collation import Collation, check_sizes
 from fast_batcher._arrays.joining import (
     Row,
     describe_difference,
@@ -188,6 +188,12 @@ def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
     }
     infer = CollatedModel(model, own, copies=copies) if own else collate(model, copies=copies)
     return {"infer": infer, **methods}
+
+
+def list_allowed_sizes(models: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the allowed batch sizes of the methods that have some."""
+    sizes = {name: getattr(model, "allowed_batch_sizes", None) for name, model in models.items()}
+    return {name: check_sizes(allowed) for name, allowed in sizes.items() if allowed}
 
 
 class OneMethod:

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from models.base import Echo
-from models.collated import Compiles
+from models.collated import Compiles, FillsItself
 from models.crashing import Stuck
 from models.loading import NeverLoads
 from models.methods import Both
@@ -81,6 +81,16 @@ async def test_no_request_waits_for_the_compilation_of_an_allowed_size() -> None
             outputs = await asyncio.gather(*map(batcher.process_batched, values))
             assert [int(output[0]) for output in outputs] == [*range(count)]
         assert batcher.stats.restarts == 0
+
+
+@pytest.mark.parametrize("model", [Compiles, FillsItself, "models.collated:FillsItself"])
+async def test_scheduler_learns_one_time_for_each_allowed_size(model: Any) -> None:
+    """The worker tells the sizes, which a model may set in its constructor."""
+    async with DynBatcher(model, 16) as batcher:
+        for count in (1, 3, 7, 7):
+            await asyncio.gather(*map(batcher.process_batched, [np.zeros(3)] * count))
+        assert [size for size, *_ in batcher.explain().service_times] == [1, 4, 16]
+        assert batcher.stats.padding > 0
 
 
 # --- settings that change -------------------------------------------------------------------------

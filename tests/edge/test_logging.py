@@ -107,17 +107,17 @@ async def test_each_start_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("seconds", "times", "start", "text"),
     [
-        (0.31, [], Start(0.1, 0.1, 0.0, "", 0, 0), "0.3 s"),
+        (0.31, [], Start(0.1, 0.1, 0.0, "", 0, 0, {}), "0.3 s"),
         (
             4.1,
             [(1, 0.0031), (32, 0.0114)],
-            Start(2.0, 1.0, 0.1, "cuda:0", 612 * 2**20, 90 * 2**20),
+            Start(2.0, 1.0, 0.1, "cuda:0", 612 * 2**20, 90 * 2**20, {}),
             "4.1 s on cuda:0, 612 MiB, 90 MiB of the GPU, warm-up t(1)=3.1 ms t(32)=11 ms",
         ),
         (
             SLOW_START + 1,
             [(1, 0.25)],
-            Start(6.0, 3.0, 0.5, "", 2**30, 0),
+            Start(6.0, 3.0, 0.5, "", 2**30, 0, {}),
             "11.0 s, 1024 MiB, warm-up t(1)=250 ms; "
             "process start 1.5 s, import 6.0 s, constructor 3.0 s, warm-up 0.5 s",
         ),

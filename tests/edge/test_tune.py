@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import tomllib
 from pathlib import Path
 from random import Random
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 from command_models import Doubler
+from models.collated import FillsItself
 from programs import run_command
 from rich.console import Console
 from typer.testing import CliRunner
@@ -32,7 +34,7 @@ from fast_batcher._cli.advice import (
     run_for_real,
 )
 from fast_batcher._cli.main import app
-from fast_batcher._cli.model import Measurement, TargetError, read_inputs
+from fast_batcher._cli.model import Measurement, TargetError, measure, read_inputs
 from fast_batcher._cli.simulation import (
     Arrivals,
     open_scheduler,
@@ -131,7 +133,9 @@ def answered_within(size: int, rate: float, target: float) -> float:
     """Share of all requests that a worker answers in time; a batch of n takes 30 + 10 n ms."""
     arrivals = poisson(rate, advice_module.REQUESTS / rate, advice_module.SEED)
     record = simulate(
-        open_scheduler(size, 1), Arrivals(arrivals), lambda _, requests: 0.03 + 0.01 * len(requests)
+        open_scheduler(size, 1, ()),
+        Arrivals(arrivals),
+        lambda _, requests: 0.03 + 0.01 * len(requests),
     )
     counted = range(int(0.2 * len(arrivals)), len(arrivals))
     in_time = [record.answers[one] - record.arrivals[one] + 0.0005 <= target for one in counted]
@@ -225,6 +229,34 @@ def test_the_same_measurement_gives_the_same_times() -> None:
     assert {*first[0::4]} == {0.1, 0.2, 0.3}
     assert {*map(round, first[1::4], [9] * 50)} == {0.2, 0.3, 0.4}
     assert {*first[3::4]} == {0.4, 0.5, 0.6}
+
+
+def test_a_batch_between_two_allowed_sizes_takes_the_time_of_the_larger() -> None:
+    times = {1: [0.1], 8: [0.2], 32: [0.3]}
+    measurement = Measurement(times, 0.0, 1e-5, allowed=(1, 8, 32))
+    draw = draw_seconds(measurement)
+    assert [draw(0.0, [0] * size) for size in (1, 2, 8, 9, 32)] == [0.1, 0.2, 0.2, 0.3, 0.3]
+    assert advise(measurement, Wish(rate=90.0), lambda _: None).chosen.max_batch_size == 32
+
+
+class Cliff(FillsItself):
+    """Two batches of 4 take less time than one of 16."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        time.sleep(0.001 if len(inputs) <= 4 else 0.02)
+        return inputs
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.parametrize(("model", "sizes"), [(FillsItself, {1, 4, 16}), (Cliff, {1, 4})])
+async def test_allowed_sizes_are_timed(model: Any, sizes: set[int]) -> None:
+    async with DynBatcher(model, 16) as batcher:
+        found = await measure(batcher, [0], lambda _: None)
+    assert {*found.seconds} <= sizes | {16}
+    assert {*found.seconds} >= {1, 4}
+    assert found.fails_from is None
+    assert found.allowed == (1, 4, 16)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("50ms", 0.05), ("0.2s", 0.2)])

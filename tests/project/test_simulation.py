@@ -8,10 +8,20 @@ import pytest
 
 from benchmarks.simulation.batchers import Ours, Planned
 from benchmarks.simulation.bounds import Estimate
-from benchmarks.simulation.cells import ALONE, FIRST_SEED, METHOD_LOADS, Cell, methods
+from benchmarks.simulation.cells import (
+    ALONE,
+    FIRST_SEED,
+    METHOD_LOADS,
+    OPTIMUM,
+    OURS,
+    WHOLE,
+    Cell,
+    methods,
+    stairs,
+)
 from benchmarks.simulation.figures import figures_of
 from benchmarks.simulation.loads import RARE, ClosedLoop, log_normal_costs, short_pause
-from benchmarks.simulation.models import MODELS, Model, Worker
+from benchmarks.simulation.models import MODELS, STAIRS, Model, Worker
 from benchmarks.simulation.optimum import optimum
 from fast_batcher._cli.simulation import Arrivals, poisson, simulate
 from fast_batcher._core.scheduler import Scheduler
@@ -122,3 +132,19 @@ def test_rare_method_has_bounded_p99(load: float) -> None:
     found = methods(Cell("methods", "cpu", load), FIRST_SEED, scale=0.3)
     assert found[RARE]["lost"] == 0
     assert found[RARE]["p99_ms"] <= 2 * found[ALONE]["p99_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", STAIRS)
+def test_allowed_sizes_are_used_at_saturation(shape: str) -> None:
+    found = stairs(Cell("stairs", shape, 1.2), FIRST_SEED, scale=0.3)
+    rates = {name: figures["answered_per_second"] for name, figures in found.items()}
+    assert rates[OURS] >= 0.97 * rates[OPTIMUM]
+    assert rates[OURS] >= 0.99 * rates[WHOLE]
+
+
+@pytest.mark.slow
+def test_hold_does_not_wait_for_a_step_that_chance_may_exceed() -> None:
+    """A staircase that is read at mean numbers of arrivals made latencies a third longer."""
+    found = stairs(Cell("stairs", "cliff", 0.5), FIRST_SEED, scale=0.3)
+    assert found[OURS]["p99_ms"] <= 1.05 * found[OPTIMUM]["p99_ms"]

@@ -337,3 +337,50 @@ def test_larger_size_is_advised_if_it_gains() -> None:
     full = [one for one in samples if one.size == SIZE]
     found = explained([*samples, *full])
     assert found.advice.startswith("max_batch_size=64 is predicted to raise the capacity by 9")
+
+
+# --- allowed sizes --------------------------------------------------------------------------------
+
+STEPS = (1, 8, 32, 64)
+LEARNED = [(1.0, 0.004, 0.004), (8.0, 0.005, 0.005), (32.0, 0.008, 0.008), (64.0, 0.014, 0.014)]
+
+
+def filled(sizes: Sequence[int], left_waiting: int = 0) -> list[BatchSample]:
+    """Batches of these sizes, one after the other, with the times of `LEARNED`."""
+    found, now = [], 0.0
+    for size in sizes:
+        seconds = next(seconds for step, seconds, _ in LEARNED if step >= size)
+        release = Release.FULL if size == 64 else Release.IDLE
+        found.append(BatchSample(now, now + seconds, size, release, left_waiting, 0.0, seconds))
+        now += seconds
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left_waiting", "cause", "advice"),
+    [
+        (
+            [33, 40, 36, 64],
+            0,
+            "arrivals",
+            "batches of 33 to 40 are filled to 64: a step at 40 would answer 1.5 times as many",
+        ),
+        ([20, 20, 20], 0, "arrivals", "batches of 20 are filled to 32: a step at 20 would answer"),
+        ([64, 62, 63], 0, "arrivals", "nothing to change: batches hold what arrives"),
+        ([32, 8, 1], 0, "arrivals", "nothing to change: batches hold what arrives"),
+        ([32, 32, 32], 9, "allowed_batch_sizes", "nothing to change: the next larger size"),
+        (
+            [64, 64, 64],
+            9,
+            "max_batch_size",
+            "max_batch_size=128 with an allowed size of as many is",
+        ),
+    ],
+)
+def test_advice_names_a_step(sizes: list[int], left_waiting: int, cause: str, advice: str) -> None:
+    samples = filled(sizes * 10, left_waiting)
+    setup = Setup(64, 1, has_cost_limit=False, is_grouped=False, allowed_batch_sizes=STEPS)
+    found = explain(samples, setup, LEARNED)
+    assert found.cause == cause
+    assert found.advice.startswith(advice), found.advice
+    assert found.capacity == pytest.approx(64 / 0.014, rel=0.05)

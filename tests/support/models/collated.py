@@ -114,3 +114,16 @@ class Compiles(InferenceModel[Any, Any]):
 
     def warmup_inputs(self) -> list[Any]:
         return [np.zeros(3)]
+
+
+class FillsItself(InferenceModel[Any, Any]):
+    """Computes 1, 4 or 16 inputs without a collation."""
+
+    def __init__(self) -> None:
+        self.allowed_batch_sizes = (16, 1, 4)
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+    def warmup_inputs(self) -> list[Any]:
+        return [np.zeros(3)]
