@@ -29,6 +29,14 @@ class Padding:
     dims: tuple[int, ...]
     mask: str | None
     mask_of: str | None
+    lengths: tuple[int, ...] = ()
+    # The shortest batch: a warm-up computes longer ones than its inputs.
+    least: int = 0
+
+    def fit(self, length: int) -> int:
+        """Return the length to which the longest row of a batch is filled."""
+        length = max(length, self.least)
+        return next((allowed for allowed in self.lengths if allowed >= length), length)
 
     def value_of(self, feature: str) -> PadValue | None:
         """Return the number that fills up a feature, None if it is not padded."""
@@ -120,6 +128,7 @@ class Collation:
         unequal: Unequal = "error",
         outputs: Outputs = "auto",
         allowed_batch_sizes: Sequence[int] = (),
+        allowed_lengths: Sequence[int] = (),
     ) -> "Collation":
         """Fill rows up to the longest of their batch, then join them as `stack` does.
 
@@ -141,6 +150,10 @@ class Collation:
             unequal: See `stack`.
             outputs: See `stack`.
             allowed_batch_sizes: See `stack`.
+            allowed_lengths: The lengths of padded axes that a compiled model takes. A batch is
+                filled up to the next one, or to its longest row if that is longer than all of them.
+                The warm-up computes each of them with each allowed batch size, from the length of
+                `warmup_inputs` on: give a short input there. Empty: the longest row of the batch.
 
         Raises:
             ConfigurationError: An argument is wrong.
@@ -160,6 +173,7 @@ class Collation:
             dims=_check_axes("dims", dims, MOST_DIMS, remedy),
             mask=_check_name("mask", mask),
             mask_of=_check_name("mask_of", mask_of),
+            lengths=check_sizes(allowed_lengths, "allowed_lengths"),
         )
         _check_padding(padding)
         stacked = cls.stack(
@@ -188,14 +202,14 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
     return value
 
 
-def check_sizes(sizes: object) -> tuple[int, ...]:
-    """Check `allowed_batch_sizes`, and return the sizes in their order."""
+def check_sizes(sizes: object, name: str = "allowed_batch_sizes") -> tuple[int, ...]:
+    """Check the sizes that a model allows, and return them in their order."""
     if not isinstance(sizes, Sequence) or isinstance(sizes, str | bytes):
         raise ConfigurationError(
-            f"allowed_batch_sizes={sizes!r:.200}: give whole numbers of 1 or more, as in (1, 8, 32)"
+            f"{name}={sizes!r:.200}: give whole numbers of 1 or more, as in (1, 8, 32)"
         )
     for size in sizes:
-        COUNT.check("allowed_batch_sizes", size)
+        COUNT.check(name, size)
     return tuple(sorted(set(sizes)))
 
 

@@ -200,12 +200,14 @@ def stack_leaves(
         return list(leaves)
     if spec.kind == "number":
         return _stack_numbers(leaves, spec, like)
-    if dim == 0 and (found := find_whole(leaves)) is not None:
+    is_padded = None in spec.shape
+    is_filled = is_padded and padding is not None and bool(padding.lengths)
+    if dim == 0 and not is_filled and (found := find_whole(leaves)) is not None:
         return found
     is_tensor = spec.kind == "tensor"
     if is_tensor:  # no gradient is computed through a batch
         leaves = [leaf.detach() for leaf in leaves]
-    if None in spec.shape:
+    if is_padded:
         assert padding is not None, "the spec says so"
         return _pad_leaves(leaves, spec, feature, dim, padding)
     if is_tensor:
@@ -223,8 +225,10 @@ def _batch_shape(row: Sequence[Any], dim: int, count: int) -> list[Any]:
 
 
 def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding) -> Any:
-    """Join arrays or tensors after filling them up to the longest."""
+    """Join arrays or tensors after filling them up to the longest, or an allowed length."""
     longest = [max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)]
+    pairs = zip(longest, spec.shape, strict=True)
+    longest = [padding.fit(length) if fixed is None else length for length, fixed in pairs]
     library: Any = sys.modules["torch" if spec.kind == "tensor" else "numpy"]
     device = {"device": spec.device} if spec.kind == "tensor" else {}
     shape = _batch_shape(longest, dim, len(leaves))

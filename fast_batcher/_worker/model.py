@@ -9,6 +9,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from time import monotonic
 from typing import Any, NamedTuple
@@ -214,6 +215,16 @@ class CollatedModel:
         self._copies = copies
         self.allowed_batch_sizes = collation.allowed_batch_sizes
 
+    def at_lengths(self) -> Iterator[int]:
+        """Yield the allowed lengths; meanwhile batches are at least as long."""
+        collation, padding = self._collation, self._collation.padding
+        if padding is None:
+            return
+        for length in padding.lengths:
+            self._collation = replace(collation, padding=replace(padding, least=length))
+            yield length
+        self._collation = collation
+
     def warmup_inputs(self) -> list[Any]:
         """Return the model's examples, each a row as a caller sends it."""
         warmup_inputs = getattr(self._model, "warmup_inputs", None)
@@ -281,7 +292,7 @@ class CollatedModel:
 def warm_up(
     model: Any, max_batch_size: int, allowed: Sequence[int] = ()
 ) -> list[tuple[int, float]]:
-    """Compute batches of `warmup_inputs`: of one, of each allowed size, full ones.
+    """Compute batches of `warmup_inputs`: of one, of each allowed size and length, full ones.
 
     Each size is computed at least twice, and the last time counts: the first may compile. A worker
     that runs out of memory starts without the larger sizes: the scheduler makes batches smaller
@@ -310,6 +321,7 @@ def _compute_all(
         return []
     sizes = sorted({1, max_batch_size, *(size for size in allowed if size < max_batch_size)})
     times: list[tuple[int, float]] = []
+    _compute_lengths(model, inputs, sizes)
     for size in sizes:
         # All inputs are computed in full batches.
         count = size if size < max_batch_size else -(-len(inputs) // size) * size
@@ -328,6 +340,15 @@ def _compute_all(
         if allowed:
             logger.info("warm-up of batches of %d took %.1f s", size, monotonic() - began)
     return times
+
+
+def _compute_lengths(model: Any, inputs: list[Any], sizes: Sequence[int]) -> None:
+    """Compute a batch of each allowed length and size, so that no request waits for its shape."""
+    for length in model.at_lengths() if isinstance(model, CollatedModel) else ():
+        began = monotonic()
+        for size in sizes:
+            _time_batch(model, list(islice(cycle(inputs), size)))
+        logger.info("warm-up of inputs of length %d took %.1f s", length, monotonic() - began)
 
 
 def _time_batch(model: Any, inputs: list[Any]) -> float:

@@ -24,7 +24,7 @@ from fast_batcher import (
     InferenceError,
     OutputMismatchError,
 )
-from fast_batcher._worker.model import CollatedModel, collate
+from fast_batcher._worker.model import CollatedModel, collate, warm_up
 
 
 class Recorder:
@@ -48,6 +48,36 @@ def row(length: int = 3, dtype: str = "f4") -> Any:
 
 
 # What the model is given.
+
+
+@pytest.mark.parametrize(("length", "filled"), [(3, 8), (8, 8), (9, 32), (40, 40)])
+def test_batches_are_filled_to_an_allowed_length(length: int, filled: int) -> None:
+    recorder = Recorder()
+    padded = Collation.pad(value=-1, mask="mask", allowed_lengths=(32, 8))
+    compute(recorder, padded, {"x": row(length)}, {"x": row(2)}, {"x": row(length)})
+    (batch,) = recorder.batches
+    assert batch["x"].shape == batch["mask"].shape == (3, filled)
+    assert batch["mask"].sum(axis=1).tolist() == [length, 2, length]
+    assert (batch["x"][1, 2:] == -1).all()
+
+
+def test_rows_of_one_array_are_filled_too() -> None:
+    recorder = Recorder()
+    compute(recorder, Collation.pad(value=0, allowed_lengths=(8,)), *np.ones((4, 5)))
+    assert recorder.batches[0].shape == (4, 8)
+
+
+def test_warm_up_computes_each_allowed_length_with_each_size() -> None:
+    recorder = Recorder(lambda batch: batch.sum(axis=1))
+    collation = Collation.pad(value=0, allowed_batch_sizes=(1, 4), allowed_lengths=(8, 32))
+    model = CollatedModel(recorder, collation)
+    recorder.warmup_inputs = lambda: [row(3)]  # type: ignore[attr-defined]
+    times = warm_up(model, 4, (1, 4))
+    assert [size for size, _ in times] == [1, 4]
+    assert {batch.shape for batch in recorder.batches} == {(1, 8), (4, 8), (1, 32), (4, 32)}
+    # Afterwards batches are as long as their inputs need.
+    model.infer([row(3)])
+    assert recorder.batches[-1].shape == (1, 8)
 
 
 def test_the_model_is_given_one_batch() -> None:
