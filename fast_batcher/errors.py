@@ -322,8 +322,7 @@ def _builtin_base(kind: type[BaseException]) -> Any:
 
 def _as_inference_error(original: Exception) -> InferenceError | None:
     """Copy an exception as one that is also an `InferenceError`, None if its class forbids it."""
-    # Where it is raised, Python would take it for the end of an iteration.
-    if is_kind(original, StopIteration) or is_kind(original, StopAsyncIteration):
+    if is_kind(original, StopIteration):  # a future refuses it
         return None
     try:
         kind, args, state = take_apart(original)

@@ -17,6 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._transport.pickling import TEXTS
+from fast_batcher.errors import InferenceError
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 ChunkT = TypeVar("ChunkT")
@@ -201,6 +202,8 @@ class Stream(Generic[ChunkT]):
         error, self._queue.error = self._queue.error, None
         try:
             assert error is not None, "the caller has looked"
+            if isinstance(error, StopAsyncIteration):  # the reader would take it for the end
+                raise InferenceError(f"{error}") from error.__cause__
             raise error
         finally:
             del error  # it holds this frame
