@@ -46,8 +46,8 @@ class StreamTimes:
         """Return a function from a number of requests to the seconds until one behind has a place.
 
         A stream is predicted to end at the median length. Past that it ends at the 95 % quantile,
-        and past that it may end at any moment. Requests that wait take the places as they become
-        free, each for the median. While nothing is known, a place is free at once.
+        and past that, or while nothing is known, it goes on for as long as it has run. Requests
+        that wait take the places as they become free, each for the median.
         """
         ends: list[float] = []
         ahead = 0
@@ -58,7 +58,8 @@ class StreamTimes:
             ahead += len(slot.batches) - len(running)
             for batch in running:
                 seconds = now - joined_at(batch)
-                ends.append(max(0.0, (median if seconds < median else high) - seconds))
+                later = [end - seconds for end in (median, high) if seconds < end]
+                ends.append(later[0] if later else seconds)
             if not self._workers.is_full(slot):
                 ends += [0.0] * (self._places - len(running))
         ends.sort()

@@ -43,17 +43,22 @@ class Bench:
 
 def test_a_place_is_free_at_once_before_any_stream_has_ended() -> None:
     bench = Bench(1)
-    bench.begin(0.0)
     assert bench.predict(1.0, 5) == 0.0
     assert Bench(1, workers=0).predict(0.0, 5) == 0.0
 
 
-def test_streams_end_at_the_median_then_at_the_high_quantile_then_at_any_moment() -> None:
+def test_a_stream_goes_on_as_long_as_it_has_run_before_any_has_ended() -> None:
+    bench = Bench(1)
+    bench.begin(0.0)
+    assert bench.predict(3.0, 5) == 3.0
+
+
+def test_streams_end_at_the_median_then_at_the_high_quantile_then_later_and_later() -> None:
     bench = Bench(1)
     bench.learn(*[10.0] * 19, 30.0)
     bench.begin(100.0)
     moments = (100.0, 109.0, 110.0, 129.0, 130.0, 500.0)
-    assert [bench.predict(now) for now in moments] == [10.0, 1.0, 20.0, 1.0, 0.0, 0.0]
+    assert [bench.predict(now) for now in moments] == [10.0, 1.0, 20.0, 1.0, 30.0, 400.0]
 
 
 def test_waiting_requests_take_the_places_in_order_for_the_median() -> None:
