@@ -162,6 +162,10 @@ class Pool:
     def _serving(self) -> list[WorkerHandle]:
         return [worker for worker in [*self.workers.values()] if worker.is_serving]
 
+    def read_gpu_bytes(self) -> dict[int, int]:
+        """Return the bytes that PyTorch has reserved on GPUs, by the index of the worker."""
+        return {one.index: one.gpu_bytes for one in self._serving() if one.gpu_bytes}
+
     # Called by the listener.
 
     def replace(self, worker_id: int) -> None:

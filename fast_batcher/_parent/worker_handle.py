@@ -332,6 +332,11 @@ class WorkerHandle(ABC):
         """Resident memory, 0 if it cannot be read."""
         return 0
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes that PyTorch has reserved on the GPU, 0 if that is not known."""
+        return 0
+
     # End.
 
     def set_timer(self, timer: TimerHandle | None) -> None:

@@ -710,11 +710,12 @@ class LocalSession(Session):
 
     def read_stats(self) -> BatcherStats:
         """Return a snapshot of the counts, the load, and the padding or the places of streams."""
+        stats = replace(super().read_stats(), gpu_bytes=self.pool.read_gpu_bytes())
         if not self._is_stepped:
-            return replace(super().read_stats(), padding=self.scheduler.padding)
+            return replace(stats, padding=self.scheduler.padding)
         places, workers = self.settings.batch_limit, self.scheduler.workers
         return replace(
-            super().read_stats(),
+            stats,
             places=places * workers.ready_count,
             live_streams=workers.count_live(places),
         )
