@@ -290,6 +290,8 @@ class WorkerProcess(FrameWorker):
             daemon=False,
         )
         environment = worker_environment(os.environ, threads, placement.visible_devices)
+        if placement.mps is not None:
+            environment |= placement.mps.start()
         return ChildProcess(process, environment, placement.cores)
 
     def attach(self, loop: AbstractEventLoop) -> None:

@@ -54,8 +54,8 @@ BUDGETS = {
     "tools": (r"(_cli|_load)/|__main__\.py", 2433),
     # 17 lines are for the memory on GPUs: a metric, and a column of the status page.
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1773),
-    # 23 lines are for the memory on GPUs.
-    "core": ("", 18_184),
+    # 23 lines are for the memory on GPUs, 150 for MPS.
+    "core": ("", 18_334),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
