@@ -37,6 +37,8 @@ class Placement:
     cores: frozenset[int] | None = None
     # Threads for numeric libraries; None for a share of the cores of the parent process.
     threads: int | None = None
+    # The `MpsDaemon` of the GPU; None without one. Workers import this module, and not that one.
+    mps: Any = None
 
 
 def find_gpus(

@@ -130,12 +130,13 @@ class _Metrics:
             return Histogram(name, text, ("model",), registry=registry, buckets=buckets)
 
         def show(
-            name: str, text: str, over_processes: Literal["livesum", "livemax"] = "livesum"
+            name: str,
+            text: str,
+            over_processes: Literal["livesum", "livemax"] = "livesum",
+            labels: tuple[str, ...] = ("model",),
         ) -> Gauge:
             name = f"fast_batcher_{name}"
-            return Gauge(
-                name, text, ("model",), registry=registry, multiprocess_mode=over_processes
-            )
+            return Gauge(name, text, labels, registry=registry, multiprocess_mode=over_processes)
 
         self.requests: Counter = count("requests_total", "Requests that have ended.", "outcome")
         self.batches: Counter = count(
@@ -176,6 +177,11 @@ class _Metrics:
         self.workers_ready: Gauge = show("workers_ready", "Workers that have loaded the model.")
         self.workers_wanted: Gauge = show("workers_wanted", "Workers that there should be.")
         self.in_flight: Gauge = show("in_flight", "Requests that workers have.")
+        self.gpu_bytes: Gauge = show(
+            "gpu_reserved_bytes",
+            "Memory of the GPU that PyTorch has reserved in a worker.",
+            labels=("model", "worker"),
+        )
         # Seconds of several server processes do not add up.
         self.backlog: Gauge = show(
             "backlog_seconds",
@@ -255,6 +261,7 @@ class PrometheusObserver(Observer):
         # This batcher's part of the gauges; its late errors and chunks that are counted already.
         self._shown = [0.0] * len(Figures())
         self._late_errors = self._chunks = 0
+        self._gpu_bytes: dict[int, int] = {}
 
     @cached_property
     def _series(self) -> _Series:
@@ -360,9 +367,16 @@ class PrometheusObserver(Observer):
         for index, (gauge, value) in enumerate(zip(gauges, values, strict=False)):
             gauge.inc(value - self._shown[index])
             self._shown[index] = value
+        self._show_gpu_bytes(stats.gpu_bytes if stats.is_reporter else {})
         late, chunks = stats.late_errors, stats.chunks
         if stats.is_reporter:
             self._series.late_errors.inc(max(0, late - self._late_errors))
             if is_stepped:
                 self._streams.chunks.inc(max(0, chunks - self._chunks))
         self._late_errors, self._chunks = late, chunks
+
+    def _show_gpu_bytes(self, found: dict[int, int]) -> None:
+        for worker in found.keys() | self._gpu_bytes.keys():
+            gauge = self._metrics.gpu_bytes.labels(self._batcher.name, str(worker))
+            gauge.inc(found.get(worker, 0) - self._gpu_bytes.get(worker, 0))
+        self._gpu_bytes = found

@@ -66,6 +66,7 @@ class BatcherOptions(TypedDict, total=False):
     shared_version: str | None
     devices: str | Sequence[str] | None
     workers_per_device: int
+    mps: bool
     stage_threads: int | None
     enabled: bool
     cache: Cache | None
@@ -283,11 +284,13 @@ def check_fields(settings: Any) -> None:
 _OF_THIS_MACHINE = {
     "devices": "give num_gpus= to the workers: each sees its own GPUs, as cuda:0",
     "workers_per_device": "give the workers a fraction, for example num_gpus=0.5",
+    "mps": "start MPS on the nodes",
     "max_rss_bytes": "give max_batches_per_worker=",
 }
 # Options that need processes, and what replaces each with `workers="threads"`.
 _OF_PROCESSES = {
     "shared": "the threads are those of one process",
+    "mps": "threads share a CUDA context; omit it",
     "max_rss_bytes": "give max_batches_per_worker=",
     "max_shared_bytes": "inputs and outputs are passed on as they are; omit it",
     "shared_memory_threshold": "inputs and outputs are passed on as they are; omit it",
@@ -437,6 +440,7 @@ class Settings:
         "Devices of the workers, which take them in turn; replaces `num_workers`.",
     ] = None
     workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
+    mps: Annotated[bool, SWITCH, "Whether the workers of a GPU share it by NVIDIA MPS."] = False
     stage_threads: Annotated[
         int | None,
         WORKERS,
@@ -472,9 +476,10 @@ class Settings:
             ("max_request_cost", self.cost is not None, "costs", _GIVE_COST),
             ("key", self.cache is not None, "a cache", "give cache="),
             ("shared_version", bool(self.shared), "sharing", "give shared=True"),
+            ("mps", self.workers_per_device > 1, "sharing a GPU", "give workers_per_device=2"),
         ):
             value = getattr(self, name)
-            if value is not None and not is_given:
+            if value not in (None, False) and not is_given:
                 raise ConfigurationError(
                     f"{name}={value!r:.100}: it has no effect without {needed}; {remedy}"
                 )

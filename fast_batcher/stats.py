@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
@@ -89,6 +89,9 @@ class BatcherStats:
     first_chunk_p95: float | None = None
     chunk_gap_p50: float | None = None
     chunk_gap_p95: float | None = None
+    # Bytes that PyTorch has reserved on the GPU, by the index of the worker; only of processes of
+    # this machine that use one. Up to a second old, five where the worker is idle.
+    gpu_bytes: dict[int, int] = field(default_factory=dict)
 
     @property
     def mean_batch_size(self) -> float:

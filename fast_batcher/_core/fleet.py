@@ -177,14 +177,17 @@ class Fleet:
             return None
         return self.lost(now, worker)
 
-    def lost(self, now: float, worker: Any) -> NextTry | None:
-        """Record the death of a worker; return the next try if its place is empty now."""
+    def lost(self, now: float, worker: Any, *, counts: bool = True) -> NextTry | None:
+        """Record the death of a worker; return the next try if its place is empty now.
+
+        A death that does not count spends no restart, and another worker is started at once.
+        """
         self._retired.discard(worker)
         replica = self.find(worker)
         if replica is None:
             return None
         replica.worker, replica.successor, replica.is_due = replica.successor, None, False
-        next_try = replica.restarts.lost(now)
+        next_try = replica.restarts.lost(now) if counts else NextTry(0.0, is_given_up=False)
         if replica.worker is not None:
             return None
         replica.start_at = now + next_try.delay

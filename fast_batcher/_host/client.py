@@ -539,6 +539,7 @@ class RemoteSession(Session):
             # There are none without a host.
             live_streams=min(host.live_streams, here.running),
             places=host.places and self.settings.batch_limit * here.workers_ready,
+            gpu_bytes={} if self._host is None else host.gpu_bytes,
         )
 
     def explain(self) -> Explanation:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._core.values import Batch, Failed, Failure, Order, Request, Step
 from fast_batcher._devices import Placement
+from fast_batcher._mps import MpsDaemon
 from fast_batcher._process import SIGKILL, monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.pickling import SerializedError
@@ -196,6 +197,8 @@ class WorkerHandle(ABC):
         self.batches = 0
         # The worker takes no further batches.
         self.was_asked_to_end = False
+        # Another worker of its GPU had an error that ends every process that uses the GPU.
+        self.has_lost_device = False
         self._timer: TimerHandle | None = None
         self._loop: AbstractEventLoop | None = None
         self.is_attached = False
@@ -297,6 +300,12 @@ class WorkerHandle(ABC):
         """Return whether delayed batches were sent since the last call, or are not ready yet."""
         return False
 
+    @property
+    def mps(self) -> MpsDaemon | None:
+        """The MPS daemon of its GPU, None without one."""
+        daemon: MpsDaemon | None = self._placement.mps
+        return daemon
+
     # Events of the worker.
 
     @abstractmethod
@@ -330,6 +339,11 @@ class WorkerHandle(ABC):
     @property
     def rss_bytes(self) -> int:
         """Resident memory, 0 if it cannot be read."""
+        return 0
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes that PyTorch has reserved on the GPU, 0 if that is not known."""
         return 0
 
     # End.

@@ -39,7 +39,7 @@ from fast_batcher._process import (
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport.channels import Frames, Kind, LoopChannel, Reservation, open_pipes
 from fast_batcher._transport.logs import LogReceiver, LogSettings, open_log_sockets
-from fast_batcher._transport.progress import WorkerProgress
+from fast_batcher._transport.progress import GPU_BYTES, WorkerProgress
 from fast_batcher._worker.main import worker_main
 from fast_batcher.settings import Settings
 
@@ -290,6 +290,8 @@ class WorkerProcess(FrameWorker):
             daemon=False,
         )
         environment = worker_environment(os.environ, threads, placement.visible_devices)
+        if placement.mps is not None:
+            environment |= placement.mps.start()
         return ChildProcess(process, environment, placement.cores)
 
     def attach(self, loop: AbstractEventLoop) -> None:
@@ -343,6 +345,11 @@ class WorkerProcess(FrameWorker):
     def rss_bytes(self) -> int:
         """Resident memory, 0 if it cannot be read. Linux."""
         return 0 if self.pid is None else read_rss(self.pid)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes that PyTorch has reserved on the GPU, at most a second ago or at the last ping."""
+        return 0 if self._live is None else self._live.progress.numbers[GPU_BYTES]
 
     # End.
 

@@ -191,9 +191,10 @@ class Reports:
         reason = f"its batch took longer than infer_timeout={limit} seconds"
         self._log_replacement(logging.WARNING, worker, reason)
 
-    def log_fatal_error(self, worker: int) -> None:
-        """Log that a worker is replaced because its device is lost."""
-        self._log_replacement(logging.ERROR, worker, "its device cannot be used any more")
+    def log_fatal_error(self, worker: int, error: BaseException | None = None) -> None:
+        """Log that a worker is replaced because its device is lost, by an error no caller gets."""
+        text = f"its device cannot be used any more{'' if error is None else f': {error}'}"
+        self._log_replacement(logging.ERROR, worker, text)
 
     def _log_replacement(self, level: int, worker: int, reason: str) -> None:
         logger.log(level, "%s: worker %d is replaced: %s", self._name, worker, reason)

@@ -507,6 +507,11 @@ class LocalSession(Session):
         self, worker: int, batch_id: int, seconds: float, how: Failed, fail: Callable[[], Failure]
     ) -> None:
         """Try the requests of a batch again, or fail them."""
+        found = self.scheduler.workers.find(worker, batch_id)
+        if found is not None and how is Failed.FATAL and self.settings.mps:
+            # Another worker of the GPU may have caused it: the batch is lost with its worker.
+            self._end_device(found, fail().error)
+            return
         has_raised = how is not Failed.FOR_GOOD
         batch = self._take_back(worker, batch_id, seconds, has_raised=has_raised)
         if batch is None:
@@ -591,10 +596,14 @@ class LocalSession(Session):
             monotonic(), batch, out_of_memory=how is Failed.OUT_OF_MEMORY, is_fatal=is_fatal
         )
         if is_fatal:
-            self._reports.log_fatal_error(batch.worker_index)
-            self.scheduler.workers.retire(batch.worker)
-            self.pool.kill(batch.worker)
+            self._end_device(batch)
         return failed if batch.open_count else batch.requests
+
+    def _end_device(self, batch: Batch, error: BaseException | None = None) -> None:
+        """Replace the worker of a batch, which has lost its device."""
+        self._reports.log_fatal_error(batch.worker_index, error)
+        self.scheduler.workers.retire(batch.worker)
+        self.pool.kill(batch.worker)
 
     def _reject_answer(self, batch_id: int) -> None:
         """Raise the error for an answer to a batch that the worker does not have."""
@@ -710,11 +719,12 @@ class LocalSession(Session):
 
     def read_stats(self) -> BatcherStats:
         """Return a snapshot of the counts, the load, and the padding or the places of streams."""
+        stats = replace(super().read_stats(), gpu_bytes=self.pool.read_gpu_bytes())
         if not self._is_stepped:
-            return replace(super().read_stats(), padding=self.scheduler.padding)
+            return replace(stats, padding=self.scheduler.padding)
         places, workers = self.settings.batch_limit, self.scheduler.workers
         return replace(
-            super().read_stats(),
+            stats,
             places=places * workers.ready_count,
             live_streams=workers.count_live(places),
         )

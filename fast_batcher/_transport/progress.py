@@ -3,9 +3,9 @@
 Both sides of the process boundary, any thread.
 
 The parent reads the batch ids here after the worker has died. A message before every batch would
-cost a system call. The worker also counts the log records here that it could not send. Some numbers
-go in the other direction: a flag that lets SIGTERM end the worker, and ids of batches that it need
-not compute.
+cost a system call. The worker also notes here how many log records it could not send, and its
+memory on the GPU. Some numbers go in the other direction: a flag that lets SIGTERM end the worker,
+and ids of batches that it need not compute.
 """
 
 import ctypes
@@ -100,8 +100,9 @@ def _create_memfd() -> int:
     return fd
 
 
-# Unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, a flag, a count, and more ids.
-_SIZE = 72
+# Unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, a flag, a count, more ids, and
+# bytes.
+_SIZE = 80
 # Positions of the ids of `taken` and `begun`, which the worker writes without a call.
 TAKEN, BEGUN = 0, 1
 _IS_TO_END = 3
@@ -109,6 +110,8 @@ _LOST_RECORDS = 4
 _FIRST_SKIPPED = 5
 # Each batch has the position of its id modulo this: a worker has at most four batches at a time.
 _SKIPPED = 4
+# Position of the bytes that PyTorch has reserved on the worker's GPUs, 0 without one.
+GPU_BYTES = _FIRST_SKIPPED + _SKIPPED
 
 
 class _BatchId:

@@ -35,8 +35,8 @@ from fast_batcher._transport.pickling import (
     load_items,
     view_pickle,
 )
-from fast_batcher._transport.progress import BEGUN, TAKEN, WorkerProgress
-from fast_batcher._worker.model import free_memory
+from fast_batcher._transport.progress import BEGUN, GPU_BYTES, TAKEN, WorkerProgress
+from fast_batcher._worker.model import find_gpu, free_memory
 from fast_batcher.errors import (
     InferenceError,
     WorkerStartupError,
@@ -400,6 +400,8 @@ class FramePort:
         self._contexts: dict[int, list[bytes]] = {}
         # The method of the next batch by its id, of a model that has several.
         self._method: dict[int, str] = {}
+        # Moment of the next reading of the memory on the GPU; None if none is in use.
+        self._reads_gpu_at: float | None = None
 
     def receive_model(self) -> Any:
         """Return the body of the first frame; raise if there is no memory for large inputs."""
@@ -413,6 +415,7 @@ class FramePort:
 
     def report_ready(self, *course: Any) -> None:
         """Send READY."""
+        self._read_gpu()
         self._channel.send(Kind.READY, body=dumps(course))
 
     def has_arrived(self) -> bool:
@@ -473,6 +476,14 @@ class FramePort:
         # The outputs may have been the last views.
         if inputs.freed or inputs.forks:
             self.report_freed()
+        if self._reads_gpu_at is not None and monotonic() >= self._reads_gpu_at:
+            self._read_gpu()
+
+    def _read_gpu(self) -> None:
+        """Note the memory on the GPU for the parent."""
+        self._progress.numbers[GPU_BYTES] = count = find_gpu()[1]
+        # Once a second: PyTorch takes up to 0.1 ms.
+        self._reads_gpu_at = monotonic() + 1.0 if count else None
 
     def _pack_other(self, job: BatchJob) -> Reply:
         if job.failure is not None:
@@ -481,6 +492,7 @@ class FramePort:
         if job.batch_id != PING_ID:
             return [(Kind.SKIPPED, b"")]
         self._encoder.give_back_unused()
+        self._read_gpu()
         return [(Kind.PONG, b"")]
 
     def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
@@ -491,6 +503,8 @@ class FramePort:
         named = dumps((step, kind))
         ahead = pack_header(Kind.STEP, len(named), 0, 0.0) + named
         self._channel.send(Kind.CHUNKS, 0, body, seconds, ahead)
+        if self._reads_gpu_at is not None and monotonic() >= self._reads_gpu_at:
+            self._read_gpu()
 
     def report_freed(self) -> None:
         """Send FREED, if there is something to report."""

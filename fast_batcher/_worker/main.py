@@ -157,7 +157,7 @@ class Start(NamedTuple):
     warm_up_seconds: float
     # The model's device, "" if it is not known.
     device: str
-    # Resident memory of the process, and memory that PyTorch has allocated on the GPU.
+    # Resident memory of the process, and memory that PyTorch has reserved on the GPU.
     rss_bytes: int
     gpu_bytes: int
     # The allowed batch sizes of the model's methods, by name.

@@ -84,12 +84,13 @@ def _list_installed() -> set[str]:
 
 
 def find_gpu() -> tuple[str, int]:
-    """Return the GPU that PyTorch uses, and the bytes allocated there; "" and 0 without one."""
+    """Return the GPU that PyTorch uses, and its reserved bytes on all; "" and 0 without one."""
     torch = sys.modules.get("torch")
     # A worker starts whatever a library says of its devices.
     with contextlib.suppress(Exception):
         if torch is not None and torch.cuda.is_initialized():
-            return f"cuda:{torch.cuda.current_device()}", torch.cuda.memory_allocated()
+            count = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
+            return f"cuda:{torch.cuda.current_device()}", count
     return "", 0
 
 

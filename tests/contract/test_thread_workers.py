@@ -211,6 +211,7 @@ OPTIONS_OF_PROCESSES: list[dict[str, Any]] = [
     {"max_frame_bytes": 2**30},
     {"max_rss_bytes": 2**30},
     {"max_shared_bytes": 2**20},
+    {"mps": True},
     {"shared": True},
     {"shared_memory_threshold": 2**15},
 ]

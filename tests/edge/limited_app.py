@@ -64,6 +64,7 @@ EVERY_OPTION: dict[str, Any] = {
     "shared_version": "1",
     "devices": ["cpu"],
     "workers_per_device": 1,
+    "mps": False,
     "stage_threads": 2,
     "enabled": False,
     "cache": LRUCache(100),

@@ -21,6 +21,7 @@ import yaml
 from fastapi import FastAPI
 from models.base import Echo
 from models.crashing import Crashes
+from models.on_gpu import OnGpu
 from models.ordinary import Gated
 from models.raising import FailsAtGate
 from models.stepped import Counter as Steps
@@ -37,6 +38,7 @@ from waits import LIMIT, Gate, both_loops, call, one_loop, outcome, until
 
 from fast_batcher import DynBatcher, InferenceError
 from fast_batcher.caching import LRUCache
+from fast_batcher.fastapi.status.page import BatcherReport
 from fast_batcher.prometheus import instrument, metrics_router
 
 __all__ = ["hosts", "serve"]
@@ -118,6 +120,37 @@ async def test_metrics_equal_statistics_after_deaths() -> None:
     assert read("infer_seconds_count") == read("batch_size_count")
     assert Readings(registry, "echo")("requests_total", outcome="completed") == 1
     assert read("workers_ready") == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("shared", [False, True])
+async def test_reserved_gpu_memory_is_a_metric_of_each_worker(
+    caplog: pytest.LogCaptureFixture, *, shared: bool
+) -> None:
+    """The worker notes it when it is ready, and at most a second or a ping later."""
+    registry = CollectorRegistry()
+    options: Any = {"shared": shared, "num_workers": 2}
+    batcher = DynBatcher(OnGpu, 1, model_args=(2**20,), name="on_gpu", **options)
+    instrument(batcher, registry)
+    page = BatcherReport(batcher)
+    read = Readings(registry, "on_gpu")
+    with caplog.at_level("INFO", "fast_batcher"):
+        async with batcher:
+            await until(lambda: batcher.stats.gpu_bytes == {0: 2**20, 1: 2**20})
+            shown = page.read(monotonic())["workers"]
+            assert [worker["gpu_bytes"] for worker in shown] == [2**20, 2**20]
+            await batcher.process_batched(2**21)
+            await until(lambda: sorted(batcher.stats.gpu_bytes.values()) == [2**20, 2**21])
+            await until(
+                lambda: (
+                    sum(read("gpu_reserved_bytes", worker=str(one)) or 0 for one in (0, 1))
+                    == 3 * 2**20
+                )
+            )
+    assert "on cuda:0" in caplog.text
+    assert "1 MiB of the GPU" in caplog.text
+    await until(lambda: read("gpu_reserved_bytes", worker="0") == 0)
+    assert batcher.stats.gpu_bytes == {}
 
 
 @pytest.mark.anyio

@@ -19,7 +19,7 @@ PACKAGE = "fast_batcher"
 
 # From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
 _NAMES = (
-    "errors _devices _file_state _process _version observing model stepped stats settings "
+    "errors _devices _file_state _mps _process _version observing model stepped stats settings "
     "configuration types ray encoding _independence _arrays _load",
     "_core",
     "_observers _transport _shared_memory",
@@ -207,6 +207,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors", "_devices", "observing", "types"},
     "configuration": {"errors", "settings"},
     "_devices": {"errors"},
+    "_mps": {"_process", "errors"},
     "encoding": {"_arrays.kinds"},
     "_independence": {"_arrays.kinds", "_arrays.trees"},
     "ray": {"errors", "settings"},

@@ -209,7 +209,7 @@ def test_the_statistics_are_these() -> None:
         *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups", "refused"),
         *("late_errors", "padding"),
         *("is_reporter", "backlog", "places", "live_streams", "chunks"),
-        *("first_chunk_p50", "first_chunk_p95", "chunk_gap_p50", "chunk_gap_p95"),
+        *("first_chunk_p50", "first_chunk_p95", "chunk_gap_p50", "chunk_gap_p95", "gpu_bytes"),
     ]
 
 

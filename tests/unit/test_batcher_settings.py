@@ -150,6 +150,7 @@ TABLE: dict[str, Row] = {
         none=True,
     ),
     "workers_per_device": count(1, 1024),
+    "mps": SWITCH,
     "stage_threads": count(1, 1024, none=True),
     "enabled": SWITCH,
     "cache": Row(
@@ -170,6 +171,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "max_request_cost": {"cost": len},
     "policy": {"max_delay": 0.01},
     "workers_per_device": {"devices": "cpu"},
+    "mps": {"devices": "cuda:0", "workers_per_device": 2},
     "key": {"cache": LRUCache(1)},
     "shared_version": {"shared": True},
 }
@@ -208,6 +210,10 @@ async def a_coroutine(_: object) -> float:
         (
             {"num_workers": 3, "devices": ["cuda:0", "cuda:1"]},
             "num_workers=3: .*; omit num_workers",
+        ),
+        (
+            {"mps": True, "devices": "cuda:0"},
+            "mps=True: .*; give workers_per_device=2",
         ),
         ({"policy": "fixed"}, "max_delay=None: policy='fixed' .* for example max_delay=0.01"),
         ({"max_batch_cost": 8}, "max_batch_cost=8: .*; give cost="),

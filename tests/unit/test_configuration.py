@@ -45,6 +45,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "shared_version": ("r7", "r7"),
     "devices": (["cpu:0", "cpu:0"], "cpu:0, cpu:0"),
     "workers_per_device": (1, "1"),
+    "mps": (True, "on"),
     "stage_threads": (3, "3"),
     "workers": ("threads", "threads"),
     "enabled": (False, "FALSE"),
@@ -56,6 +57,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "max_request_cost": {"cost": len},
     "shared_version": {"shared": True},
     "workers_per_device": {"devices": "cpu"},
+    "mps": {"devices": "cuda:0", "workers_per_device": 2},
 }
 CAN_BE_TEXT = [name for name, option in OPTIONS.items() if option.types and name != "name"]
 

@@ -71,9 +71,9 @@ class Pool:
         self.fleet.failed(self.now, process, error or OSError("no weights"))
         self.act()
 
-    def lose(self, process: Process) -> None:
+    def lose(self, process: Process, *, counts: bool = True) -> None:
         process.is_ready = process.is_serving = False
-        self.fleet.lost(self.now, process)
+        self.fleet.lost(self.now, process, counts=counts)
         self.act()
 
     def wait(self) -> None:
@@ -121,6 +121,15 @@ def test_spent_restarts_are_given_up_until_a_worker_is_ready() -> None:
     pool.wait()
     pool.load_all()
     assert not pool.fleet.is_failing
+
+
+def test_death_that_does_not_count_spends_no_restart() -> None:
+    pool = opened(2, max_restarts=0)
+    pool.lose(pool.processes[0], counts=False)
+    (process,) = pool.loading  # without a back-off
+    assert pool.ready(process)
+    pool.lose(process)
+    assert pool.fleet.is_failing
 
 
 def test_all_restarts_are_spent() -> None:

@@ -46,14 +46,17 @@ def test_gpu_is_named_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         def current_device(self) -> int:
             return 1
 
-        def memory_allocated(self) -> int:
+        def device_count(self) -> int:
+            return 2
+
+        def memory_reserved(self, device: int) -> int:
             if self.fault is not None:
                 raise self.fault
-            return 4096
+            return (4096, 1024)[device]
 
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert find_gpu() == ("", 0)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Cuda()))
-    assert find_gpu() == ("cuda:1", 4096)
+    assert find_gpu() == ("cuda:1", 5120)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Cuda(RuntimeError("no driver"))))
     assert find_gpu() == ("", 0)

@@ -23,6 +23,7 @@ def test_versions_that_differ_are_named() -> None:
     ("options", "named"),
     [
         ({"devices": ["cpu"]}, "num_gpus="),
+        ({"mps": True}, "start MPS on the nodes"),
         ({"max_rss_bytes": 1}, "max_batches_per_worker="),
         ({"num_workers": 3}, "num_workers=3"),
         ({"workers": 3}, "RayWorkers"),

@@ -216,7 +216,11 @@ class BatcherReport:
             "workers_ready": stats.workers_ready,
             "num_workers": stats.num_workers,
             "workers": [
-                {"index": index, **_describe_seat(seat, stats.state, now)}
+                {
+                    "index": index,
+                    **_describe_seat(seat, stats.state, now),
+                    "gpu_bytes": stats.gpu_bytes.get(index),
+                }
                 for index, seat in sorted(recorder.seats.items())
             ],
             "waiting": stats.waiting,

@@ -304,12 +304,13 @@ function settings(one) {
 const WORKER_STATES = { loading: "loading", ready: "ready", lost: "lost", retired: "closed" };
 
 function workers(one) {
-  const columns = [["Worker", ""], ["State", ""], ["For", "n"], ["Process", "n"], [one.streams ? "Streams" : "Batches", "n"], ["Memory", "n"], ["Replaced", "n"], ["Last end", "long"]];
+  const hasGpus = one.workers.some((worker) => worker.gpu_bytes);
+  const columns = [["Worker", ""], ["State", ""], ["For", "n"], ["Process", "n"], [one.streams ? "Streams" : "Batches", "n"], ["Memory", "n"], ...(hasGpus ? [["GPU memory", "n"]] : []), ["Replaced", "n"], ["Last end", "long"]];
   return h("div.card.wide", null, h("h3", null, "Workers"), table(columns, one.workers.map((worker) => [
     `${worker.index}`,
     h(worker.state === "lost" ? "span.critical-text" : worker.state === "loading" ? "span.warning-text" : "span", null,
       WORKER_STATES[worker.state] || (["new", "opening"].includes(one.state) ? "not started" : UNKNOWN)),
-    age(worker.age), worker.pid === null ? NONE : worker.node ? `${worker.pid} on ${worker.node}` : `${worker.pid}`, ...[worker.batches, bytes(worker.memory_bytes), worker.exits].map((value) =>
+    age(worker.age), worker.pid === null ? NONE : worker.node ? `${worker.pid} on ${worker.node}` : `${worker.pid}`, ...[worker.batches, bytes(worker.memory_bytes), ...(hasGpus ? [bytes(worker.gpu_bytes)] : []), worker.exits].map((value) =>
       worker.state === "unknown" ? NONE : typeof value === "number" ? whole(value) : value),
     worker.exit_text ? `${worker.exit_text}, ${age(worker.exit_age)} ago` : NONE,
   ])));

@@ -1,0 +1,151 @@
+"""A private NVIDIA MPS daemon for the workers that share a GPU. Parent process, spawner thread.
+
+    Pool --start--> MpsDaemon --Popen--> sh --> nvidia-cuda-mps-control --> nvidia-cuda-mps-server
+                        |                 ^
+                        +--- lifeline ----+ a pipe; at its end all of these are killed
+
+With MPS the kernels of several processes run on a GPU at the same time. The daemon is in a session
+of its own, which ends with this process however it dies: the shell reads the lifeline, whose other
+end no other process has.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from fast_batcher._process import at_fork, monotonic
+from fast_batcher.errors import ConfigurationError, WorkerStartupError
+
+CONTROL = "nvidia-cuda-mps-control"
+# Arguments: the control program, and the directory of the daemon. The shell ends with the daemon.
+# The reader of the lifeline stays: the server of a daemon that has died serves its workers on.
+_GUARD = """\
+exec 3<&0
+"$1" -f 3<&- &
+daemon=$!
+{ read -r _ <&3; rm -rf "$2"; kill -s KILL 0; } &
+exec 3<&-
+wait "$daemon"
+"""
+# Seconds for the start of a daemon, which takes a fraction of one.
+_START_TIMEOUT = 10.0
+
+
+def find_control() -> str:
+    """Return the path of the control program of MPS, which is a part of NVIDIA's driver."""
+    path = shutil.which(CONTROL)
+    if path is None:
+        raise ConfigurationError(
+            f"mps=True: there is no {CONTROL} in PATH; install NVIDIA's driver with it (in a "
+            "container: with the driver capability 'compute'), or omit mps"
+        )
+    return path
+
+
+class _Guarded(NamedTuple):
+    """A daemon that was started, and its guard."""
+
+    guard: subprocess.Popen[bytes]
+    # The private directory of the daemon, and the environment of its clients.
+    directory: str
+    variables: dict[str, str]
+
+    @property
+    def is_alive(self) -> bool:
+        # The guard stays a zombie, so that no other process gets the id of its group.
+        with suppress(ChildProcessError):
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.guard.pid, options) is None
+        return False
+
+    def close_lifeline(self) -> None:
+        assert self.guard.stdin is not None, "it is a pipe"
+        self.guard.stdin.close()
+
+    def kill(self) -> None:
+        self.close_lifeline()
+        # The reader of the lifeline does the same, unless it was killed.
+        with suppress(ProcessLookupError):
+            os.killpg(self.guard.pid, signal.SIGKILL)
+        self.guard.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class MpsDaemon:
+    """The MPS daemon of one GPU, which is an entry of CUDA_VISIBLE_DEVICES."""
+
+    def __init__(self, gpu: str) -> None:
+        self._gpu = gpu
+        # Every daemon that was started; the last one may run.
+        self._started: list[_Guarded] = []
+        at_fork(self, in_child=MpsDaemon._close_lifelines)
+
+    def start(self) -> dict[str, str]:
+        """Start the daemon unless it runs; return the variables that its workers need. Blocks."""
+        if not (self._started and self._started[-1].is_alive):
+            self._started.append(_launch(self._gpu))
+            try:
+                _wait_until_ready(self._started[-1])
+            except BaseException:
+                self._started.pop().kill()
+                raise
+        # The clients of a daemon count the GPUs that it sees.
+        gpu = "0" if self._gpu.isdecimal() else self._gpu
+        return self._started[-1].variables | {"CUDA_VISIBLE_DEVICES": gpu}
+
+    def close(self) -> None:
+        """Kill the daemon and its server; the workers are dead."""
+        while self._started:
+            self._started.pop().kill()
+
+    def _close_lifelines(self) -> None:
+        """Close what a forked copy of this process has inherited."""
+        while self._started:
+            one = self._started.pop()
+            one.close_lifeline()
+            one.guard.returncode = 0  # else `subprocess` warns that it still runs
+
+
+def _launch(gpu: str) -> _Guarded:
+    control = find_control()
+    directory = tempfile.mkdtemp(prefix="fast_batcher-mps-")
+    variables = {
+        f"CUDA_MPS_{name}_DIRECTORY": tempfile.mkdtemp(prefix=name, dir=directory)
+        for name in ("PIPE", "LOG")
+    }
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "fast_batcher-mps", control, directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **variables, "CUDA_VISIBLE_DEVICES": gpu},
+        start_new_session=True,
+    )
+    return _Guarded(guard, directory, variables)
+
+
+def _wait_until_ready(daemon: _Guarded) -> None:
+    """Wait until the daemon answers, and raise its log if it does not."""
+    deadline = monotonic() + _START_TIMEOUT
+    while daemon.is_alive and monotonic() < deadline:
+        answer = subprocess.run(
+            [find_control()],
+            input=b"get_default_active_thread_percentage\n",
+            env={**os.environ, **daemon.variables},
+            capture_output=True,
+            timeout=_START_TIMEOUT,
+            check=False,
+        )
+        if answer.returncode == 0:
+            return
+    logs = Path(daemon.directory).glob("LOG*/*")
+    log = "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
+    raise WorkerStartupError(
+        f"mps=True: {CONTROL} has ended, or does not answer; its log ends with "
+        f"{log[-1000:]!r}; omit mps if the GPU does not support it"
+    )
