@@ -13,7 +13,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models.collated import Compiled, Doubles, Keeps, Noted, Notes, OnGrad, Sequences, Trains, Words
+from models.collated import (
+    Compiled,
+    CompilesShapes,
+    Doubles,
+    Keeps,
+    Noted,
+    Notes,
+    OnGrad,
+    Sequences,
+    Trains,
+    Words,
+)
 from waits import ONE_LOOP, assert_balance, call, outcome, turns
 
 from fast_batcher import (
@@ -356,3 +367,15 @@ async def test_bad_row_fails_only_its_input() -> None:
             await batcher.process_rows(np.array([[1.0], [-1.0], [2.0]]))
         assert (await outcome(other)).tolist() == [5.0]
         assert_balance(batcher)
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_no_call_waits_for_a_shape_to_compile() -> None:
+    """A batch of a new shape would be longer than `infer_timeout`, and its worker be replaced."""
+    rng = np.random.default_rng(1)
+    async with DynBatcher(CompilesShapes, 32, infer_timeout=0.3) as batcher:
+        for count in (1, 2, 5, 8, 9, 31, 32, 33):
+            rows = [np.ones(rng.integers(1, 17)) for _ in range(count)]
+            assert await batcher.process_many(rows) == [len(row) for row in rows]
+        assert batcher.stats.restarts == 0

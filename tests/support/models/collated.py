@@ -127,3 +127,21 @@ class FillsItself(InferenceModel[Any, Any]):
 
     def warmup_inputs(self) -> list[Any]:
         return [np.zeros(3)]
+
+
+class CompilesShapes(InferenceModel[Any, Any]):
+    """Takes half a second for each new shape; answers with the sums of the rows."""
+
+    collation = Collation.pad(value=0, allowed_batch_sizes=(1, 8, 32), allowed_lengths=(4, 16))
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    def warmup_inputs(self) -> list[Any]:
+        return [np.ones(2)]
+
+    def infer(self, inputs: Any) -> Any:
+        if inputs.shape not in self._seen:
+            self._seen.add(inputs.shape)
+            time.sleep(0.5)
+        return inputs.sum(axis=1)
