@@ -50,7 +50,7 @@ class Grow(Generic[ChunkT]):
 
     def __init__(self, cost: float, chunk: ChunkT | None = None) -> None:
         try:
-            self.cost = float(cost)
+            self.cost: float = float(cost)
         except (TypeError, ValueError, OverflowError):
             self.cost = nan
         if not 0 <= self.cost < inf:
