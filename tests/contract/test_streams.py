@@ -46,6 +46,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "shared": {"shared": True},
 }
 every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+# Tests that wait for seconds; threads have the same session as processes.
+own_and_shared = pytest.mark.parametrize("place", [{}, {"shared": True}], ids=["own", "shared"])
 
 # Longer than any test.
 ENDLESS = 10**9
@@ -203,7 +205,7 @@ async def _exhaust(stream: Any, chunks: list[Any] | None = None) -> None:
 
 
 @one_loop
-@every_place
+@own_and_shared
 async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(place: Any) -> None:
     async with DynBatcher(Counter, **place, timeout=LIMIT, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("long", 3000))
@@ -215,7 +217,7 @@ async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(place: Any) ->
 
 
 @one_loop
-@every_place
+@own_and_shared
 async def test_infer_timeout_does_not_end_a_paused_worker(place: Any) -> None:
     options: dict[str, Any] = {"timeout": LIMIT, "infer_timeout": 2.0, **place}
     async with DynBatcher(Counter, model_args=(0.001,), **options) as batcher:
@@ -228,7 +230,7 @@ async def test_infer_timeout_does_not_end_a_paused_worker(place: Any) -> None:
 
 
 @one_loop
-@every_place
+@own_and_shared
 async def test_a_stream_that_is_not_read_fails(place: Any) -> None:
     async with DynBatcher(Counter, **place) as batcher:
         stream = await batcher.stream(Plan("long", ENDLESS), timeout=2.0)
@@ -239,7 +241,7 @@ async def test_a_stream_that_is_not_read_fails(place: Any) -> None:
 
 
 @one_loop
-@every_place
+@own_and_shared
 async def test_the_timeout_is_that_of_the_next_chunk(place: Any) -> None:
     async with DynBatcher(Counter, **place, model_args=(0.08,)) as batcher:
         assert len(await read(batcher, Plan("p", 60), timeout=4.0)) == 60
@@ -309,7 +311,7 @@ async def test_errors_before_the_first_chunk_come_from_the_call() -> None:
 
 
 @one_loop
-@every_place
+@own_and_shared
 async def test_a_stream_that_would_wait_too_long_for_a_place_is_rejected(place: Any) -> None:
     options: dict[str, Any] = {"max_batch_size": 1, "model_args": (0.1,), "max_latency": 0.001}
     async with DynBatcher(Counter, **place, **options) as batcher:
@@ -346,7 +348,7 @@ async def test_a_refused_fixed_batch_is_computed_one_by_one(place: Any) -> None:
 
 
 @one_loop
-@every_place
+@own_and_shared
 @pytest.mark.parametrize("what", ["", "raise"])
 async def test_a_slow_reader_of_a_fixed_batch_misses_nothing(what: str, place: Any) -> None:
     """Neither the chunks before the end, nor the error behind them."""
@@ -425,7 +427,7 @@ async def test_each_read_of_a_paused_stream_renews_its_deadline(place: Any) -> N
 
 
 @one_loop
-@every_place
+@own_and_shared
 async def test_a_stream_without_a_further_chunk_in_time_fails_and_leaves(place: Any) -> None:
     async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         chunk, error = await read(batcher, Plan("s", ENDLESS, 1, "silent"), timeout=2.0)

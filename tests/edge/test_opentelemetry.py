@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased,
 from opentelemetry.trace import StatusCode
 from sessions import Make, host_of, make, own_directory, pids_of
 from tracing_models import BadContext, GatedEcho, MakesSpans
-from waits import Gate, both_loops, one_loop, outcome, until
+from waits import Gate, one_loop, outcome, until
 
 from fast_batcher import (
     BatcherError,
@@ -92,7 +92,7 @@ def times_of(span: ReadableSpan) -> tuple[int, int]:
     return span.start_time, span.end_time
 
 
-@both_loops
+@one_loop
 async def test_batch_span_links_requests_and_contains_model_spans(
     make: Make,
 ) -> None:
@@ -134,7 +134,7 @@ async def test_batch_span_links_requests_and_contains_model_spans(
         assert moments[3] <= times_of(batch)[1] <= times_of(request)[1]
 
 
-@both_loops
+@one_loop
 async def test_stream_span_has_first_chunk_and_number_of_chunks(make: Make) -> None:
     recording = Recording()
     batcher = make(Steps, 4, name="steps", model_args=(0.001,))
@@ -171,7 +171,7 @@ async def test_stream_span_has_first_chunk_and_number_of_chunks(make: Make) -> N
     assert len(recording.named("infer")) == 4
 
 
-@both_loops
+@one_loop
 async def test_failed_and_retried_batches_have_error_spans(make: Make) -> None:
     recording = Recording()
     batcher = make(MakesSpans, 4, name="model", restart_backoff=0.01, max_restarts=None)
@@ -196,7 +196,7 @@ async def test_failed_and_retried_batches_have_error_spans(make: Make) -> None:
     assert sorted(map(is_failed, recording.named("infer"))) == [False, False, True]
 
 
-@both_loops
+@one_loop
 @pytest.mark.parametrize("is_in_span", [True, False])
 async def test_a_batch_without_sampled_callers_records_nothing(
     make: Make, is_in_span: bool
@@ -213,7 +213,7 @@ async def test_a_batch_without_sampled_callers_records_nothing(
     assert is_recorded is not is_in_span
 
 
-@both_loops
+@one_loop
 async def test_batch_links_only_sampled_callers(make: Make) -> None:
     recording = Recording(ParentBased(TraceIdRatioBased(0.5)))
     batcher = make(MakesSpans, 64, name="model")
@@ -228,7 +228,7 @@ async def test_batch_links_only_sampled_callers(make: Make) -> None:
     assert all(is_recorded for *_, is_recorded in made)
 
 
-@both_loops
+@one_loop
 @pytest.mark.parametrize(
     ("end", "value"),
     [("cancel", 1), ("cancel", numpy.zeros(100_000)), ("stop", 1)],
@@ -255,7 +255,7 @@ async def test_batch_without_callers_ends_its_span(
     assert batch.status.description == (None if end == "cancel" else "closed")
 
 
-@both_loops
+@one_loop
 async def test_context_of_unsent_batch_reaches_no_other_batch(make: Make) -> None:
     recording = Recording()
     batcher = make(MakesSpans, 1, name="model")
@@ -273,7 +273,7 @@ async def test_context_of_unsent_batch_reaches_no_other_batch(make: Make) -> Non
     assert id_of(parents[-1]) == large
 
 
-@both_loops
+@one_loop
 @pytest.mark.parametrize("where", ["pickle", "unpickle", "enter", "exit"])
 async def test_raising_context_is_logged_once(
     make: Make, where: str, caplog: pytest.LogCaptureFixture
@@ -314,7 +314,7 @@ async def numbers_of_spans_on_the_loop(items: list[Any]) -> list[Any]:
     return numbers_of_spans(items)
 
 
-@both_loops
+@one_loop
 @pytest.mark.parametrize("decorator", [dynamically, aio.dynamically])
 @pytest.mark.parametrize("function", [numbers_of_spans, numbers_of_spans_on_the_loop])
 async def test_decorated_function_runs_in_batch_span(decorator: Any, function: Any) -> None:
@@ -340,7 +340,7 @@ async def test_decorated_function_runs_in_batch_span(decorator: Any, function: A
     assert len(recording.named("queue")) == len(recording.named("infer")) == 3
 
 
-@both_loops
+@one_loop
 async def test_one_successful_batch_links_each_request(make: Make) -> None:
     recording = Recording()
     options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}

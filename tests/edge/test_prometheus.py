@@ -34,7 +34,7 @@ from server_load import GUNICORN, URL
 from servers import Server, find_free_port, get, serve
 from shared_hosts import Hosts, hosts
 from starlette.testclient import TestClient
-from waits import LIMIT, Gate, both_loops, call, one_loop, outcome, until
+from waits import LIMIT, Gate, call, one_loop, outcome, until
 
 from fast_batcher import DynBatcher, InferenceError
 from fast_batcher.caching import LRUCache
@@ -91,7 +91,7 @@ async def test_late_errors_are_a_metric(gate: Gate) -> None:
 
 
 @pytest.mark.anyio
-@both_loops
+@one_loop
 async def test_metrics_equal_statistics_after_deaths() -> None:
     registry = CollectorRegistry()
     options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
@@ -154,7 +154,7 @@ async def test_reserved_gpu_memory_is_a_metric_of_each_worker(
 
 
 @pytest.mark.anyio
-@both_loops
+@one_loop
 @pytest.mark.parametrize("ending", ["aclose", "stop"])
 async def test_gauges_sum_batchers_of_one_name(gate: Gate, ending: str) -> None:
     registry = CollectorRegistry()
@@ -207,7 +207,7 @@ async def test_an_error_of_a_metric_ends_no_timer(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.anyio
-@both_loops
+@one_loop
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 async def test_metrics_of_streams_equal_statistics(hosts: Hosts, shared: bool) -> None:
     registry = CollectorRegistry()

@@ -412,7 +412,6 @@ def test_the_command_recommends_places_for_streams() -> None:
             *arguments,
             "--rate",
             "10",
-            "--check",
             "--json",
         ],
         cwd=HERE,
@@ -421,8 +420,6 @@ def test_the_command_recommends_places_for_streams() -> None:
     found = json.loads(done.stdout)
     assert [one["max_batch_size"] for one in found["advice"]["candidates"]] == [1, 2, 4]
     assert found["advice"]["is_of_streams"]
-    assert found["real"]["requests"] > 0
-    assert found["real"]["outcome"]["lost"] == 0
 
 
 @pytest.mark.slow
