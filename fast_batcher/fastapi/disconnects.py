@@ -82,10 +82,13 @@ class EndedByDisconnect:
         assert self._task is not None, "it was entered"
         self._task.uncancel()
         self._task.add_done_callback(partial(_clear, _find_exits()))
-        # The reference would make a reference cycle.
+        raise self._take_reason() from None
+
+    def _take_reason(self) -> HTTPException:
+        """Return the error and drop the reference to it, which would make a reference cycle."""
         reason, self._reason = self._reason, None
         assert reason is not None, "it was cancelled here"
-        raise reason from None
+        return reason
 
     def watch(self) -> None:
         """Start to wait for the disconnect."""
