@@ -153,7 +153,8 @@ class Collation:
             allowed_lengths: The lengths of padded axes that a compiled model takes. A batch is
                 filled up to the next one, or to its longest row if that is longer than all of them.
                 The warm-up computes each of them with each allowed batch size, from the length of
-                `warmup_inputs` on: give a short input there. Empty: the longest row of the batch.
+                the shortest of `warmup_inputs` on, and all padded axes alike: give a short input
+                there. Empty: the longest row of the batch.
 
         Raises:
             ConfigurationError: An argument is wrong.

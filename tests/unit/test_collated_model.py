@@ -82,7 +82,7 @@ def test_warm_up_computes_each_allowed_length_with_each_size() -> None:
     recorder = Recorder(lambda batch: batch.sum(axis=1))
     collation = Collation.pad(value=0, allowed_batch_sizes=(1, 4), allowed_lengths=(8, 32))
     model = CollatedModel(recorder, collation)
-    recorder.warmup_inputs = lambda: [row(3)]  # type: ignore[attr-defined]
+    recorder.warmup_inputs = lambda: [row(12), row(3)]  # type: ignore[attr-defined]
     times = warm_up(model, 4, (1, 4))
     assert [size for size, _ in times] == [1, 4]
     assert {batch.shape for batch in recorder.batches} == {(1, 8), (4, 8), (1, 32), (4, 32)}
