@@ -811,7 +811,7 @@ async def _collect(batcher: Any, plan: Plan, got: list[Any], is_slow: bool) -> N
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 async def test_random_schedules(kind: Any, model: Any) -> None:
     """In each of many schedules every stream gets exactly its chunks, in order, or its error."""
-    rounds = int(os.environ.get("STREAM_ROUNDS", "50"))
+    rounds = int(os.environ.get("STREAM_ROUNDS", "20"))
     costs: Any = {"cost": lambda _: 1, "max_batch_cost": 30} if model is Swelling else {}
     with BatcherKit(kind) as kit:
         async with DynBatcher(model, max_batch_size=6, **costs) as batcher:
@@ -829,7 +829,7 @@ async def test_random_schedules(kind: Any, model: Any) -> None:
 
 @one_loop
 async def test_random_schedules_of_a_shared_batcher() -> None:
-    rounds = int(os.environ.get("STREAM_ROUNDS", "50"))
+    rounds = int(os.environ.get("STREAM_ROUNDS", "20"))
     async with DynBatcher(Counter, shared=True, max_batch_size=6) as batcher:
         for seed in range(rounds):
             rng = random.Random(seed)
@@ -901,7 +901,7 @@ async def test_streams_of_a_dead_host() -> None:
 @one_loop
 async def test_random_deaths() -> None:
     """Each stream gets its chunks in order, and then its end or a typed error."""
-    rounds = int(os.environ.get("STREAM_ROUNDS", "50")) // 10
+    rounds = int(os.environ.get("STREAM_ROUNDS", "20")) // 10
     rng = random.Random(1)
     options: dict[str, Any] = {"max_restarts": 10**6, "model_args": (0.0005,), "num_workers": 2}
     async with DynBatcher(Counter, max_batch_size=6, **options) as batcher:
