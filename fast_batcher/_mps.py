@@ -133,16 +133,17 @@ def _wait_until_ready(daemon: _Guarded) -> None:
     """Wait until the daemon answers, and raise its log if it does not."""
     deadline = monotonic() + _START_TIMEOUT
     while daemon.is_alive and monotonic() < deadline:
-        answer = subprocess.run(
-            [find_control()],
-            input=b"get_default_active_thread_percentage\n",
-            env={**os.environ, **daemon.variables},
-            capture_output=True,
-            timeout=_START_TIMEOUT,
-            check=False,
-        )
-        if answer.returncode == 0:
-            return
+        with suppress(subprocess.TimeoutExpired):
+            answer = subprocess.run(
+                [find_control()],
+                input=b"get_default_active_thread_percentage\n",
+                env={**os.environ, **daemon.variables},
+                capture_output=True,
+                timeout=_START_TIMEOUT,
+                check=False,
+            )
+            if answer.returncode == 0:
+                return
     logs = Path(daemon.directory).glob("LOG*/*")
     log = "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
     raise WorkerStartupError(

@@ -318,7 +318,7 @@ class BatchTimes:
     def _full_size(self, mean: float, requests: int) -> float:
         """Return the requests of a full batch at this mean cost: full by number, or by cost.
 
-        With allowed sizes it is the best size for so many requests.
+        With allowed sizes it is the best size for this number of requests.
         """
         size = float(self._methods.largest_size)
         if self.by_size.steps and self._packer is None:

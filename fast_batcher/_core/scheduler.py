@@ -417,7 +417,7 @@ class DeadlineBatches:
         method = self._methods.of(queue.next_group)
         requests = queue.choose(method.size_cap.size)
         if method.service.steps and not self._times.has_costs:
-            # The others go with those that arrive while these are computed.
+            # The others go with requests that arrive while these are computed.
             return requests[: method.service.best_size(len(requests))]
         return requests
 

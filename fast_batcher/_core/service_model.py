@@ -157,7 +157,7 @@ class ServiceModel:
     def best_size(self, count: int) -> int:
         """Return how many of `count` waiting requests to compute now, all or as many as a step.
 
-        The size with most requests per second is best: the others go with those that arrive
+        The size with most requests per second is best: the others go with requests that arrive
         meanwhile. All go if the time of their step is unknown.
         """
         if self.fill(count) not in self._buckets:

@@ -14,6 +14,7 @@ import pytest
 from models.ordinary import Slow
 from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
 from sessions import host_of
+from streams import read, whole
 from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
@@ -51,21 +52,6 @@ own_and_shared = pytest.mark.parametrize("place", [{}, {"shared": True}], ids=["
 
 # Longer than any test.
 ENDLESS = 10**9
-
-
-async def read(batcher: DynBatcher[Plan, list[Any]], plan: Plan, **options: Any) -> list[Any]:
-    """Return the chunks of a stream, and behind them its error."""
-    chunks: list[Any] = []
-    try:
-        async for chunk in await batcher.stream(plan, **options):
-            chunks += [chunk]
-    except BatcherError as error:
-        chunks += [error]
-    return chunks
-
-
-def whole(plan: Plan) -> list[str]:
-    return [f"{plan.name}:{count}" for count in range(1, plan.length + 1)]
 
 
 def is_full(stream: Stream[Any]) -> bool:

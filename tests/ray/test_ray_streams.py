@@ -1,33 +1,18 @@
 """Streams of a `SteppedModel` on actors: chunks, ends, large inputs, deaths."""
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
 from models.stepped import Counter, Plan, Sums
 from ray_nodes import RayCluster, needs_ray
+from streams import read, whole
 from waits import assert_balance, one_loop
 
-from fast_batcher import BatcherError, DynBatcher, InferenceError, WorkerLostError
+from fast_batcher import DynBatcher, InferenceError, WorkerLostError
 from fast_batcher.ray import RayWorkers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, needs_ray, one_loop]
-
-
-async def read(batcher: DynBatcher[Any, list[Any]], value: Any) -> list[Any]:
-    """Return the chunks of a stream, and behind them its error."""
-    chunks: list[Any] = []
-    try:
-        async for chunk in await batcher.stream(value):
-            chunks += [chunk]
-    except BatcherError as error:
-        chunks += [error]
-    return chunks
-
-
-def whole(plan: Plan) -> list[str]:
-    return [f"{plan.name}:{count}" for count in range(1, plan.length + 1)]
 
 
 async def test_streams_join_and_leave_between_steps(cluster: RayCluster) -> None:
