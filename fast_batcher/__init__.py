@@ -24,6 +24,7 @@ from fast_batcher.errors import (
     PoisonRequestError,
     QueueFullError,
     RequestTooLargeError,
+    SessionLostError,
     SlowReaderError,
     TransportError,
     UnsendableValueError,
@@ -36,12 +37,15 @@ from fast_batcher.stats import BatcherStats
 
 if TYPE_CHECKING:
     from fast_batcher import aio, inference
+    from fast_batcher._session.sessions import BatchSession
     from fast_batcher._session.streams import Stream
     from fast_batcher.batcher import DynBatcher
     from fast_batcher.dynamic import dynamically
+    from fast_batcher.sessions import SessionModel
     from fast_batcher.stepped import Done, Grow, SteppedModel, StreamedModel
 
 __all__ = [
+    "BatchSession",
     "BatcherClosedError",
     "BatcherError",
     "BatcherStats",
@@ -61,6 +65,8 @@ __all__ = [
     "PoisonRequestError",
     "QueueFullError",
     "RequestTooLargeError",
+    "SessionLostError",
+    "SessionModel",
     "SlowReaderError",
     "SteppedModel",
     "Stream",
@@ -80,9 +86,11 @@ __all__ = [
 # Modules of names that are imported on first access: a worker imports this package for its model,
 # and needs no event loop.
 _LAZY = {
+    "BatchSession": "fast_batcher._session.sessions",
     "Done": "fast_batcher.stepped",
     "DynBatcher": "fast_batcher.batcher",
     "Grow": "fast_batcher.stepped",
+    "SessionModel": "fast_batcher.sessions",
     "SteppedModel": "fast_batcher.stepped",
     "Stream": "fast_batcher._session.streams",
     "StreamedModel": "fast_batcher.stepped",

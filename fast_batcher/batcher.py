@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import math
 import multiprocessing.process
 import os
 import sys
@@ -49,6 +50,7 @@ from fast_batcher._session.life import (
 )
 from fast_batcher._session.offload import offload
 from fast_batcher._session.session import LocalSession, Session
+from fast_batcher._session.sessions import BatchSession
 from fast_batcher._session.streams import ChunkQueue, ChunkT, Stream
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
@@ -58,12 +60,13 @@ from fast_batcher.errors import (
     NotReadyError,
 )
 from fast_batcher.model import (
-    InferenceModel,
     InputT,
+    Model,
     ModelSpec,
     OutputT,
     check_model,
     find_cost,
+    is_session_model,
     name_of,
     warn_about_hooks,
 )
@@ -115,8 +118,8 @@ class DynBatcher(Generic[InputT, OutputT]):
     """Answers single requests with a model that computes batches in worker processes.
 
     Args:
-        model: A subclass of `InferenceModel` that workers can import, or a string "module:Class",
-            which only the workers import.
+        model: A subclass of `InferenceModel`, `SteppedModel` or `SessionModel` that workers can
+            import, or a string "module:Class", which only the workers import.
         max_batch_size: Most requests in a batch, 1 to 2**20.
         max_delay: Longest time in seconds for which a batch is held while a worker is free, 0 or
             more. Only `policy="fixed"` uses all of it. With None, "adaptive" holds a batch at most
@@ -169,7 +172,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     @_note_arguments
     def __init__(
         self,
-        model: type[InferenceModel[InputT, OutputT]] | str,
+        model: type[Model[InputT, OutputT]] | str,
         max_batch_size: int = 32,
         max_delay: float | None = None,
         *,
@@ -355,6 +358,37 @@ class DynBatcher(Generic[InputT, OutputT]):
         stream: Stream[ChunkT] = Stream(request, queue, session.abandon, session.binding.call)
         await stream.wait()
         return stream
+
+    def session(self, *, timeout: float | None = None) -> BatchSession[InputT, OutputT]:
+        """Begin a session with a `SessionModel`, which keeps a state for it in one worker.
+
+            async with batcher.session(timeout=60) as session:
+                async for chunk in websocket.iter_bytes():
+                    await websocket.send_text(await session.process_batched(chunk))
+
+        Calls of different sessions share batches; those of one session are computed in order. The
+        session has its place in a worker from its first call to the end of the block.
+
+        Args:
+            timeout: Seconds without a call after which the session ends. Default the batcher's
+                `timeout`, and without one it does not end by itself.
+
+        Raises:
+            ConfigurationError: The model is no `SessionModel`, or the batcher has a `cache`; or the
+                timeout is wrong.
+        """
+        model = self._model_class
+        if self._settings.cache is not None or (
+            isinstance(model, type) and not is_session_model(model)
+        ):
+            raise ConfigurationError(
+                f"{self.name}: session() needs a model that is a SessionModel, and no cache"
+            )
+        if timeout is None:
+            timeout = self._settings.timeout
+        idle_timeout = math.inf if timeout is None else checked_timeout(timeout)
+        find, is_present = self._find_session, self._is_present
+        return BatchSession(idle_timeout, find, is_present, lambda: self._settings.timeout)
 
     @overload
     async def process_many(

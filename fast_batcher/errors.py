@@ -16,6 +16,7 @@
         WorkerError
             WorkerStartupError                 a worker could not load its model
             WorkerLostError                    a worker died with the batch
+            SessionLostError                   the session of the call has ended
             PoisonRequestError                 this request was on two dying workers
             TransportError                     a channel broke or carried garbage
 
@@ -138,6 +139,10 @@ class WorkerStartupError(WorkerError):
 
 class WorkerLostError(WorkerError):
     """The worker process died while it computed this request; the message has the cause."""
+
+
+class SessionLostError(WorkerError):
+    """The session has ended, and its state is lost: its worker died, for example."""
 
 
 class PoisonRequestError(WorkerError):

@@ -98,7 +98,35 @@ def find_methods(model: object) -> dict[str, MethodOptions]:
     return found
 
 
-class InferenceModel(ABC, Generic[InputT, OutputT]):
+class Model(ABC, Generic[InputT, OutputT]):
+    """The base class of `InferenceModel` and `SessionModel`: what they have in common."""
+
+    # Device of the worker, for `torch.device`: "cuda:0" or "cpu". A worker sees only the GPU that
+    # `devices` gives it, so its number is 0 on every GPU. "cpu" without `devices`. Set before
+    # `__init__` runs.
+    device: str = "cpu"
+    # Index of the worker among those of the batcher, from 0; a replacement has the same index. Set
+    # before `__init__` runs.
+    worker_index: int = 0
+
+    def warmup_inputs(self) -> Sequence[InputT]:
+        """Return inputs to compute before the worker counts as ready; none by default.
+
+        `infer` gets the first input alone, then all inputs, repeated as needed, in batches of
+        `max_batch_size`; then one batch of each size again, to measure its time. The batches hold
+        copies, if the inputs can be pickled. `group_by` and `max_batch_cost` do not apply.
+        """
+        return ()
+
+    def close(self) -> None:
+        """Release the model's resources; called when the worker stops, not when it is killed.
+
+        After that, processes that the model started and did not end get SIGTERM, and SIGKILL half a
+        second later, except for a process in another session (`start_new_session=True`).
+        """
+
+
+class InferenceModel(Model[InputT, OutputT]):
     """A model that computes many inputs at once.
 
     Subclass it, load the weights in `__init__`, and pass the *class* to a `DynBatcher`. Every
@@ -116,13 +144,6 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     # The sizes that a compiled model without a `collation` computes: the model itself fills up a
     # batch to the next one. With a collation they are an argument of `Collation.stack`.
     allowed_batch_sizes: tuple[int, ...] | None = None
-    # Device of the worker, for `torch.device`: "cuda:0" or "cpu". A worker sees only the GPU that
-    # `devices` gives it, so its number is 0 on every GPU. "cpu" without `devices`. Set before
-    # `__init__` runs.
-    device: str = "cpu"
-    # Index of the worker among those of the batcher, from 0; a replacement has the same index. Set
-    # before `__init__` runs.
-    worker_index: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a class with `batchable` methods do without `infer`."""
@@ -149,22 +170,6 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         Raises:
             Exception: Any exception reaches the callers of this batch as an `InferenceError` that
                 is also an instance of the raised type. The worker continues to serve.
-        """
-
-    def warmup_inputs(self) -> Sequence[InputT]:
-        """Return inputs to compute before the worker counts as ready; none by default.
-
-        `infer` gets the first input alone, then all inputs, repeated as needed, in batches of
-        `max_batch_size`; then one batch of each size again, to measure its time. The batches hold
-        copies, if the inputs can be pickled. `group_by` and `max_batch_cost` do not apply.
-        """
-        return ()
-
-    def close(self) -> None:
-        """Release the model's resources; called when the worker stops, not when it is killed.
-
-        After that, processes that the model started and did not end get SIGTERM, and SIGKILL half a
-        second later, except for a process in another session (`start_new_session=True`).
         """
 
 
@@ -195,6 +200,9 @@ _STEPPED_METHODS = (
     ("join", "the list of inputs", "a list with one state per input"),
     ("step", "the list of states", "a list with one chunk per state"),
 )
+_SESSION_METHODS = (("infer", "the list of inputs and the list of states", _BATCH[1]),)
+# Attributes that a model with states cannot have.
+_NOT_STATEFUL = ("collation", "allowed_batch_sizes", "prepare", "finish")
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -321,6 +329,12 @@ def is_stepped(model: type) -> bool:
     return stepped is not None and issubclass(model, stepped.SteppedModel)
 
 
+def is_session_model(model: type) -> bool:
+    """Return whether a class is a `SessionModel`, as `is_stepped`."""
+    sessions = sys.modules.get("fast_batcher.sessions")
+    return sessions is not None and issubclass(model, sessions.SessionModel)
+
+
 def find_model_fault(model: type) -> str | None:
     """Describe why a class cannot be a model; None if it can. Parent and worker."""
     infer = getattr(model, "infer", None)
@@ -338,11 +352,12 @@ def find_model_fault(model: type) -> str | None:
             reason = "it begins with an underscore" if name[0] == "_" else "the library has its own"
             return f"{name} cannot be the name of a batchable method: {reason}; rename it"
     called = (*_METHODS, *((name, *_BATCH) for name in marked))
-    if is_stepped(model):
-        called += _STEPPED_METHODS
-        others = [*marked, *(name for name in ("prepare", "finish") if hasattr(model, name))]
-        if others or collation is not None:
-            return f"a SteppedModel cannot have {', '.join(others) or 'a collation'}"
+    if is_stepped(model) or is_session_model(model):
+        called = (*_METHODS, *_STEPPED_METHODS) if is_stepped(model) else _SESSION_METHODS
+        others = [*marked, *(name for name in _NOT_STATEFUL if getattr(model, name, None))]
+        if others:
+            kind = "SteppedModel" if is_stepped(model) else "SessionModel"
+            return f"a {kind} cannot have {', '.join(others)}"
     faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
 
@@ -373,7 +388,9 @@ def warn_about_hooks(model: object) -> None:
     """Warn about names that look like misspelt hooks, at the line that constructs the batcher."""
     if not isinstance(model, type):  # a string: the worker warns after the import
         return
-    own = {name for kind in model.__mro__ if kind is not InferenceModel for name in vars(kind)}
+    own = {
+        name for kind in model.__mro__ if kind not in (Model, InferenceModel) for name in vars(kind)
+    }
     names = sorted(name for name in own if name[0] != "_")
     for name in names:
         hook = find_similar_name(name, set(_HOOKS) - own)
@@ -431,11 +448,13 @@ def _find_method_fault(model: type, name: str, taken: str, returned: str) -> str
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C: the first batch shows whether it fits
         return None
+    count = 1 + (name == "infer" and is_session_model(model))
     is_static = isinstance(inspect.getattr_static(model, name), staticmethod | classmethod)
     try:
-        signature.bind(*([()] if is_static else [None, ()]))
+        signature.bind(*([] if is_static else [None]), *[()] * count)
     except TypeError:
-        return f"{name}{signature} must take exactly one argument besides self, {taken}"
+        number = "one argument" if count == 1 else "two arguments"
+        return f"{name}{signature} must take exactly {number} besides self, {taken}"
     return None
 
 

@@ -29,6 +29,8 @@ MAX_SECONDS = 365 * 24 * 3600.0
 # Room for at least this many waiting requests, and for 8 batches per worker.
 MIN_QUEUE_SIZE = 1024
 QUEUED_BATCHES_PER_WORKER = 8
+# Sessions of a worker. Source: as many as Triton's sequence batcher allows by default.
+MAX_SESSIONS = 1024
 # A frame holds one whole batch of inputs or outputs. 256 MiB is 400 images of 602 KB, and small
 # enough that a garbage length cannot take the machine's memory.
 MAX_FRAME_BYTES = 256 * 2**20
@@ -73,6 +75,7 @@ class BatcherOptions(TypedDict, total=False):
     key: Callable[[Any], Hashable] | None
     workers: "RemoteWorkers | WorkerKind | None"
     stepped: bool
+    max_sessions: int
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -461,6 +464,11 @@ class Settings:
     stepped: Annotated[
         bool, SWITCH, "Whether a model that is named by a text is a `SteppedModel`."
     ] = False
+    max_sessions: Annotated[
+        int,
+        COUNT,
+        "Most sessions of a worker; the first call of a further one fails with `QueueFullError`.",
+    ] = MAX_SESSIONS
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""

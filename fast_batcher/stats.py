@@ -83,6 +83,8 @@ class BatcherStats:
     places: int | None = None
     live_streams: int = 0
     chunks: int = 0
+    # Live sessions of a `SessionModel`.
+    sessions: int = 0
     # Quantiles, None before the first: seconds from the arrival of a stream until its first chunk,
     # over recent streams; and seconds between two chunks of a stream, over recent steps.
     first_chunk_p50: float | None = None

@@ -44,7 +44,7 @@ from fast_batcher.errors import (
     QueueFullError,
     copy_error,
 )
-from fast_batcher.model import InferenceModel
+from fast_batcher.model import Model
 from fast_batcher.settings import (
     COUNT,
     SECONDS_OR_ZERO,
@@ -286,7 +286,7 @@ def _copy(error: BaseException) -> BatcherError:
 
 
 def assert_independent(
-    model: type[InferenceModel[Any, Any]],
+    model: type[Model[Any, Any]],
     inputs: Sequence[Any],
     *,
     model_args: Sequence[Any] = (),

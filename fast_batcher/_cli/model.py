@@ -20,7 +20,7 @@ from fast_batcher._process import read_rss
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.configuration import find_similar
 from fast_batcher.errors import BatcherError
-from fast_batcher.model import InferenceModel, find_cost
+from fast_batcher.model import InferenceModel, Model, find_cost
 from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
 from fast_batcher.settings import OPTIONS, RemoteWorkers
 
@@ -84,8 +84,8 @@ def _list_targets(found: Any) -> str:
 def _is_target(value: object) -> bool:
     if isinstance(value, DynBatcher):
         return True
-    is_model = isinstance(value, type) and issubclass(value, InferenceModel)
-    return is_model and value is not InferenceModel
+    is_model = isinstance(value, type) and issubclass(value, Model)
+    return is_model and value not in (InferenceModel, Model)
 
 
 def load_target(target: str) -> DynBatcher[Any, Any]:
@@ -99,7 +99,7 @@ def load_target(target: str) -> DynBatcher[Any, Any]:
     found = _find_object(target)
     if isinstance(found, DynBatcher):
         return found
-    if isinstance(found, type) and issubclass(found, InferenceModel):
+    if isinstance(found, type) and issubclass(found, Model):
         try:
             return DynBatcher(found)
         except BatcherError as error:

@@ -155,7 +155,7 @@ class OpenCalls:
             if request.phase != SENT:
                 continue
             request.losses += had_workers
-            if request.has_chunks or not self._idempotent:
+            if request.has_chunks or request.session or not self._idempotent:
                 failed.append(request)
             elif request.losses >= MOST_LOSSES:
                 poisonous.append(request)

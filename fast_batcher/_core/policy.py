@@ -35,6 +35,8 @@ class Policy(ABC):
     learns = False
     # Whether `decide` may return a moment now; otherwise the batch leaves without asking.
     may_hold = True
+    # Whether it keeps the hold of one queue. Of several queues none is held then.
+    has_one_queue = False
 
     @abstractmethod
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
@@ -206,6 +208,8 @@ class AdaptivePolicy(Policy):
     others wait for a second small batch. The derivation of the gain is in
     docs/decisions/0012-the-hold.md.
     """
+
+    has_one_queue = True
 
     def __init__(self, max_delay: float | None) -> None:
         # False during a rest.

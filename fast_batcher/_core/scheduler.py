@@ -27,6 +27,7 @@ from fast_batcher._core.prediction import (
     Methods,
 )
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
+from fast_batcher._core.sessions import SessionQueue, Slots
 from fast_batcher._core.stream_times import StreamTimes
 from fast_batcher._core.values import (
     QUEUED,
@@ -47,6 +48,7 @@ from fast_batcher._core.values import (
     Release,
     Request,
     RetryGroup,
+    SessionPlace,
     or_infinite,
     settle,
     settle_open,
@@ -76,6 +78,7 @@ class Retries:
     - A worker died before it had read the batch: the batch goes unchanged.
     - `infer` raised: the two halves go, until the guilty request is alone. For a batch of n
       requests that takes at most 2n - 1 batches.
+    - A request of a session is not tried again: the state of the session is lost.
     - A stream of which the caller has a chunk is not tried again. Other streams of a dead worker
       begin again one by one, beside running ones.
     """
@@ -103,7 +106,8 @@ class Retries:
                 continue
             request.losses += progress is not BatchProgress.SENT
             request.deaths += progress is BatchProgress.BEGUN and not batch.has_stepped
-            if request.has_chunks or (progress is BatchProgress.BEGUN and not self._idempotent):
+            is_begun = progress is BatchProgress.BEGUN
+            if request.has_chunks or request.session or (is_begun and not self._idempotent):
                 failed.append(request)
             elif request.deaths >= MOST_DEATHS or request.losses >= MOST_LOSSES:
                 poisonous.append(request)
@@ -121,7 +125,8 @@ class Retries:
         until = batch.isolate_until
         if until == inf:
             until = now + ISOLATION_SECONDS
-        if not (may_divide and self._isolates) or len(batch.requests) == 1 or now >= until:
+        can_divide = len(batch.requests) > 1 and batch.requests[0].session is None
+        if not (may_divide and self._isolates and can_divide) or now >= until:
             return waiting
         middle = (len(waiting) + 1) // 2
         self._put_first([waiting[:middle], waiting[middle:]], until)
@@ -199,7 +204,7 @@ class Admission:
         if limits.max_latency is not None:
             self._times.is_wanted = True
 
-    def backlog(self, now: float, queue: Queue) -> Backlog:
+    def backlog(self, now: float, queue: Queue | SessionQueue) -> Backlog:
         """Measure the work that is before a request that arrives now."""
         slots = self._workers.assignable
         delays = [self._times.seconds_until_free(now, slot) for slot in slots]
@@ -212,22 +217,27 @@ class Admission:
             is_behind=bool(slots) and all(len(slot.batches) > 1 for slot in slots),
         )
 
-    def room(self, queue: Queue) -> int:
+    def room(self, queue: Queue | SessionQueue) -> int:
         """Return how many more requests the queue can take."""
         return max(0, self._limits.max_queue_size - queue.size)
 
     def admit(
-        self, now: float, requests: list[Request], queue: Queue
+        self, now: float, requests: list[Request], queue: Queue | SessionQueue
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Sort arrivals into accepted and rejected ones; earlier ones have precedence."""
         rejected: list[tuple[Request, Rejection]] = []
-        room = 0 if self.is_draining else self._limits.max_queue_size - queue.size
+        if self.is_draining:
+            # Sessions go on: `SessionQueue` has rejected new ones.
+            closed = Rejection(BatcherClosedError, "the batcher is draining and takes no requests")
+            rejected = [(request, closed) for request in requests if request.session is None]
+            requests = [request for request in requests if request.session is not None]
+        room = self._limits.max_queue_size - queue.size
         if len(requests) > room:
             room = max(0, room)
             rejection = self._rejection_without_room(now, queue, room)
-            rejected = [(request, rejection) for request in requests[room:]]
+            rejected += [(request, rejection) for request in requests[room:]]
             requests = requests[:room]
-        if requests and isinstance(queue, RankedQueue):
+        if requests and not isinstance(queue, RequestQueue):
             requests, late = self._reject_late(now, requests, queue)
             rejected += late
         if self._limits.max_queue_bytes is not None:
@@ -238,7 +248,7 @@ class Admission:
                 requests = requests[:count]
         return requests, rejected
 
-    def count_fitting(self, queue: Queue, requests: list[Request]) -> int:
+    def count_fitting(self, queue: Queue | SessionQueue, requests: list[Request]) -> int:
         """Count the requests, from the first on, whose bytes fit into the queue."""
         most = or_infinite(self._limits.max_queue_bytes)
         waiting = queue.bytes
@@ -252,13 +262,14 @@ class Admission:
         return len(requests)
 
     def _rejection_without_room(
-        self, now: float, queue: Queue, accepted: int, *, are_bytes: bool = False
+        self,
+        now: float,
+        queue: Queue | SessionQueue,
+        accepted: int,
+        *,
+        are_bytes: bool = False,
     ) -> Rejection:
         """Describe why the arrivals after the first `accepted` ones are rejected."""
-        if self.is_draining:
-            return Rejection(
-                BatcherClosedError, "the batcher is draining and takes no more requests"
-            )
         # Predictions are needed from now on: errors carry `retry_after`.
         self._times.is_wanted = True
         waiting = f"{queue.size + accepted} requests wait already"
@@ -274,7 +285,7 @@ class Admission:
         return Rejection(QueueFullError, text, drained)
 
     def _reject_late(
-        self, now: float, requests: list[Request], queue: RankedQueue
+        self, now: float, requests: list[Request], queue: RankedQueue | SessionQueue
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Set the targets of arrivals, and reject the arrivals that would miss theirs."""
         if self._limits.is_stepped:
@@ -309,7 +320,7 @@ class Admission:
         return accepted, rejected
 
     def _reject_without_place(
-        self, now: float, requests: list[Request], queue: RankedQueue
+        self, now: float, requests: list[Request], queue: RankedQueue | SessionQueue
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Reject the streams that would have no place within `max_latency`."""
         accepted: list[Request] = []
@@ -339,7 +350,7 @@ class Admission:
                 request.target = latest
         return has_set
 
-    def rejection_of_dropped(self, now: float, queue: Queue) -> Rejection:
+    def rejection_of_dropped(self, now: float, queue: Queue | SessionQueue) -> Rejection:
         """Describe why waiting requests were dropped."""
         backlog = self.backlog(now, queue)
         return Rejection(
@@ -497,7 +508,10 @@ class Scheduler:
         methods = methods or [Method("infer", None, limits.max_batch_size)]
         self._methods = Methods(methods)
         is_ranked = is_grouped or len(methods) > 1 or ranks != (None, None, None)
-        self.queue: Queue = RankedQueue(packer) if is_ranked else RequestQueue()
+        self.queue: Queue | SessionQueue = RankedQueue(packer) if is_ranked else RequestQueue()
+        # The queue, once there are sessions.
+        self._sessions: SessionQueue | None = None
+        self._max_sessions = limits.max_sessions
         self.workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
         self._times = BatchTimes(self._methods, packer)
@@ -575,7 +589,13 @@ class Scheduler:
         are_named = any(map(_has_explicit_deadline, requests))
         if are_named:
             self.rank_requests()
+        lost: list[tuple[Request, Rejection]] = []
+        if self._sessions is not None:
+            is_draining = self._admission.is_draining
+            requests, lost = self._sessions.admit(now, requests, is_draining=is_draining)
+            self._next_expiry = min(self._next_expiry, self._sessions.next_end)
         accepted, rejected = self._admission.admit(now, requests, self.queue)
+        rejected += lost
         if not accepted:
             return rejected
         if self._policy.learns:
@@ -629,10 +649,47 @@ class Scheduler:
         Waiting requests move to it. Called on first use only, because a ranked queue costs every
         request some microseconds.
         """
-        if not isinstance(self.queue, RankedQueue):
+        if isinstance(self.queue, RequestQueue):
             waiting = list(self.queue)
             self.queue = RankedQueue(self._packer)
             self.queue.extend(waiting)
+
+    # Sessions.
+
+    def use_sessions(self) -> None:
+        """Take requests of sessions from now on."""
+        self.rank_requests()
+        if isinstance(self.queue, RankedQueue):
+            most, packer = self._max_sessions, self._packer
+            self.queue = self._sessions = SessionQueue(self.workers, most, self.queue, packer)
+
+    @property
+    def session_count(self) -> int:
+        """Live sessions."""
+        return 0 if self._sessions is None else self._sessions.count
+
+    def end_session(self, now: float, session: SessionPlace) -> list[Request]:
+        """End a session; return its waiting requests, which are settled. A `poll` must follow."""
+        if self._sessions is None:
+            return []
+        return self._sessions.end(now, session, "its caller has ended it")
+
+    def batch_failed(self, now: float, batch: Batch) -> list[Request]:
+        """End the sessions of a batch that has failed; called after `batch_done`.
+
+        Returns the waiting requests of the sessions, which are settled.
+        """
+        return [] if self._sessions is None else self._sessions.end_batch(now, batch)
+
+    def retire(self, worker: int, ends_at: float) -> list[Request]:
+        """Give a worker no more batches, and end its sessions; see `WorkerTable.retire`.
+
+        Returns the waiting requests of the sessions, which are settled.
+        """
+        self.workers.retire(worker, ends_at)
+        if self._sessions is None:
+            return []
+        return self._sessions.end_all("its worker was replaced, or is not needed any more", worker)
 
     def begin_drain(self) -> None:
         """Reject further requests; queued ones leave as soon as workers are free."""
@@ -683,6 +740,8 @@ class Scheduler:
                 progress = BatchProgress.TAKEN
             given_up = self._retries.after_loss(batch, progress)
             failed, poisonous = given_up[0] + failed, given_up[1] + poisonous
+        if self._sessions is not None:
+            failed += self._sessions.end_all("its worker died", worker)
         return failed, poisonous
 
     def batch_done(
@@ -710,6 +769,8 @@ class Scheduler:
             except Exception as error:  # noqa: BLE001  the batch was answered in any case
                 self._learning_errors.append(Fail(error, []))
             slot.has_answered = True
+        if self._sessions is not None and not has_raised:
+            self._sessions.answered(now, batch)
         slot.is_second_late = False
         return batch
 
@@ -718,7 +779,7 @@ class Scheduler:
         if seconds is not None and (self._policy.learns or self._times.is_wanted):
             self._times.observe(batch, seconds)
         if self._policy.learns:
-            self._policy.batch_done(now, len(batch.requests), self._load())
+            self._policy.batch_done(now, len(batch.requests), self._load(self.queue))
         else:
             self._policy.batch_skipped()
         self._methods.of(batch.requests[0].group).size_cap.went_well(len(batch.requests))
@@ -750,8 +811,11 @@ class Scheduler:
         """Settle and return every waiting request; running batches are not affected."""
         dropped = self._deadline_batches.dropped
         given_up = settle_open([*self.queue, *self._retries, *dropped])
-        is_ranked = isinstance(self.queue, RankedQueue)
-        self.queue = RankedQueue(self._packer) if is_ranked else RequestQueue()
+        if self._sessions is not None:
+            self._sessions.clear()
+        else:
+            is_ranked = isinstance(self.queue, RankedQueue)
+            self.queue = RankedQueue(self._packer) if is_ranked else RequestQueue()
         self._retries.groups.clear()
         dropped.clear()
         return given_up
@@ -761,6 +825,8 @@ class Scheduler:
         self._admission.is_draining = self.is_closed = True
         rest = settle_open(self.open_requests())
         self.give_up()
+        if self._sessions is not None:
+            self._sessions.end_all("the batcher was closed")
         self.workers.clear()
         self._next_expiry = inf
         return rest
@@ -787,6 +853,8 @@ class Scheduler:
                 self._expire(now, actions, has_read=has_read, answering=answering)
             if self.workers.deserted:
                 actions += self.workers.take_deserted()
+            if self._sessions is not None:
+                actions += self._sessions.take_ended()
             held_until = self._dispatch(now, actions)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
             actions.append(Fail(error, self.give_up()))
@@ -803,6 +871,9 @@ class Scheduler:
         actions += [Expire(request, reason) for request in late]
         actions += self.workers.expire(now, has_read=has_read, answering=answering)
         self._next_expiry = min([self.queue.earliest_deadline(), *map(_deadline, self._retries)])
+        if self._sessions is not None:
+            self._sessions.expire(now)
+            self._next_expiry = min(self._next_expiry, self._sessions.next_end)
 
     def _dispatch(self, now: float, actions: list[Action]) -> float:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
@@ -811,54 +882,78 @@ class Scheduler:
             group = self._retries.take(self._methods)
             if group is None:
                 break
-            self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
-        while self.queue.size:
-            slot = self.workers.least_loaded()
+            requests, until = group
+            self._send(now, slot, requests, Release.RETRY, self.queue.size, actions, until)
+        if not isinstance(self.queue, SessionQueue):
+            return self._dispatch_from(now, self.queue, None, actions)
+        self.queue.place_waiting(now)
+        held_until = inf
+        for queue, slots in self.queue.list_queues():
+            held_until = min(held_until, self._dispatch_from(now, queue, slots, actions))
+        return held_until
+
+    def _dispatch_from(
+        self, now: float, queue: Queue, slots: Slots, actions: list[Action]
+    ) -> float:
+        """Dispatch batches of a queue to its workers, as `_dispatch` does."""
+        while queue.size:
+            slot = self.workers.least_loaded(inf, slots)
             if slot is None:
                 break
-            size = self._methods.of(self.queue.next_group).size_cap.size
-            is_full = self.queue.is_full(size)
+            size = self._methods.of(queue.next_group).size_cap.size
+            is_full = queue.is_full(size)
             # A busy worker gets only full batches, and none while retries wait: these need an idle
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
                 break
-            release = RELEASE_FULL if is_full else self._decide(now)
+            release = RELEASE_FULL if is_full else self._decide(now, queue)
             if release is not RELEASE_IDLE and not isinstance(release, Release):
                 return release
-            requests, release = self._choose(now, slot, size, release, actions)
+            requests, release = self._choose(now, slot, queue, size, release, actions)
             if not requests:
                 break
-            self._send(now, slot, requests, release, actions)
+            queue.batch_left(requests)
+            self._send(now, slot, requests, release, queue.size, actions)
         self._policy.end_hold()
         return inf
 
-    def _decide(self, now: float) -> Release | float:
+    def _decide(self, now: float, queue: Queue) -> Release | float:
         """Decide about a batch that is not full: its reason to leave, or the end of its hold."""
         if self._admission.is_draining:
             return Release.DRAIN
         # A full batch of another group can follow.
-        if not self._policy.may_hold or self.queue.has_full_group(
-            self._methods.first.size_cap.size
+        if not self._policy.may_hold or queue.has_full_group(self._methods.first.size_cap.size):
+            return RELEASE_IDLE
+        if (
+            self._sessions is not None
+            and self._policy.has_one_queue
+            and len(self.workers.slots) > 1
         ):
             return RELEASE_IDLE
-        decision = self._policy.decide(now, self.queue, self._load())
+        decision = self._policy.decide(now, queue, self._load(queue))
         if isinstance(decision, Release):
             return decision
-        until = self._deadline_batches.latest_start(self.queue)
+        until = self._deadline_batches.latest_start(queue)
         return Release.DEADLINE if until <= now else min(decision, until)
 
-    def _load(self) -> Load:
-        method = self._methods.of(self.queue.next_group)
+    def _load(self, queue: Queue | SessionQueue) -> Load:
+        method = self._methods.of(queue.next_group)
         workers, size = self.workers, method.size_cap.size
-        return Load(self.queue.size, workers.running, len(workers.assignable), size, method.service)
+        return Load(queue.size, workers.running, len(workers.assignable), size, method.service)
 
     def _choose(
-        self, now: float, slot: WorkerSlot, size: int, release: Release, actions: list[Action]
+        self,
+        now: float,
+        slot: WorkerSlot,
+        queue: Queue,
+        size: int,
+        release: Release,
+        actions: list[Action],
     ) -> tuple[list[Request], Release]:
         """Choose the next batch, and expire requests that would be late; empty if it must wait."""
-        if not isinstance(self.queue, RankedQueue):
-            return self.queue.choose(size), release
-        requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
+        if not isinstance(queue, RankedQueue):
+            return queue.choose(size), release
+        requests, is_other = self._deadline_batches.choose(now, slot, queue)
         if dropped := self._deadline_batches.dropped:
             rejection = self._admission.rejection_of_dropped(now, self.queue)
             actions += [Expire(late, ExpiryReason.UNREACHABLE, rejection) for late in dropped]
@@ -872,19 +967,18 @@ class Scheduler:
         slot: WorkerSlot,
         requests: list[Request],
         release: Release,
+        left_waiting: int,
         actions: list[Action],
         isolate_until: float = inf,
     ) -> None:
         """Make a batch, assign it to a worker, and add its `Dispatch` action."""
-        queue, batch_id = self.queue, self._next_batch_id
+        batch_id = self._next_batch_id
         # A `RequestQueue` is in the order of deadlines.
-        is_ranked = isinstance(queue, RankedQueue)
-        deadline = min(map(_deadline, requests)) if is_ranked else requests[0].deadline
+        is_ordered = isinstance(self.queue, RequestQueue)
+        deadline = requests[0].deadline if is_ordered else min(map(_deadline, requests))
         batch = Batch(batch_id, slot.id, requests, release, deadline, len(requests), now)
         self._next_batch_id += 1
-        if release is not RELEASE_RETRY:
-            queue.batch_left(requests)
-        batch.isolate_until, batch.left_waiting = isolate_until, queue.size
+        batch.isolate_until, batch.left_waiting = isolate_until, left_waiting
         batch.worker_index = slot.index
         for request in requests:
             request.phase = SENT

@@ -26,6 +26,7 @@ from fast_batcher.errors import (
     BatcherError,
     DeadlineExceededError,
     QueueFullError,
+    SessionLostError,
 )
 
 
@@ -110,6 +111,8 @@ class Limits:
     is_stepped: bool = False
     places: int = 1
     most_stream_cost: float = inf
+    # Most sessions of a worker.
+    max_sessions: int = 1
 
 
 def most_streams(size: int) -> int:
@@ -134,7 +137,12 @@ def or_infinite(limit: float | None) -> float:
 class Rejection(NamedTuple):
     """Reason for a rejection. Requests that arrive together may share one object."""
 
-    kind: type[BatcherClosedError] | type[QueueFullError] | type[DeadlineExceededError]
+    kind: (
+        type[BatcherClosedError]
+        | type[QueueFullError]
+        | type[DeadlineExceededError]
+        | type[SessionLostError]
+    )
     text: str
     # Seconds until a retry makes sense, None if unknown.
     retry_after: float | None = None
@@ -144,11 +152,13 @@ class Rejection(NamedTuple):
         """The reason in two words, for observers."""
         if issubclass(self.kind, BatcherClosedError):
             return "closed"
+        if issubclass(self.kind, SessionLostError):
+            return "session lost"
         return "queue full" if issubclass(self.kind, QueueFullError) else "unreachable"
 
     def to_error(self) -> BatcherError:
         """Make an error for one caller: an error raised for several would collect tracebacks."""
-        if issubclass(self.kind, BatcherClosedError):
+        if issubclass(self.kind, BatcherClosedError | SessionLostError):
             return self.kind(self.text)
         return self.kind(self.text, retry_after=self.retry_after)
 
@@ -160,7 +170,7 @@ class Order(IntEnum):
     PING = 6
     # The orders below name a stream, which is the batch with this id.
     COST = 11  # its cost; the stream comes next
-    LEAVE = 12  # no caller waits for it any more: it is skipped, unless it has ended
+    LEAVE = 12  # no caller waits for it any more: it is skipped, unless it has ended; or a session
     PAUSE = 13  # its caller does not keep up: leave it out of the steps
     RESUME = 14  # its caller has read
 
@@ -202,6 +212,27 @@ class Group:
         self.key: Final = key
         # A `Method`, None for the model's first.
         self.method: Final = method
+
+
+class SessionPlace:
+    """The session of a caller, and its place in the worker that holds its state."""
+
+    __slots__ = ("began_at", "end", "ends_at", "has_state", "id", "timeout", "worker")
+
+    def __init__(self, timeout: float) -> None:
+        # Seconds without a request after which it ends.
+        self.timeout: Final = timeout
+        # Its worker, and its number there; None and -1 before its first request is accepted.
+        self.worker: int | None = None
+        self.id = -1
+        self.began_at = 0.0
+        # Whether its worker has computed a request of it. The worker makes a state for a request
+        # that comes before, and for no other.
+        self.has_state = False
+        # The moment at which it has been idle for its timeout.
+        self.ends_at = inf
+        # The reason for its end, None while it lives.
+        self.end: str | None = None
 
 
 # Phases of a request: see the table in this module's docstring. Integers, because on Python 3.11 a
@@ -262,6 +293,8 @@ class Request:
     deaths = 0
     # Whether its caller has got a chunk of its stream, so that it cannot be tried again.
     has_chunks = False
+    # The session of its caller, None for most callers.
+    session: SessionPlace | None = None
     # The `ChunkTimes` of a stream, from its dispatch. The shell sets it, and the core never reads
     # it.
     chunk_times: Any = None
@@ -367,6 +400,13 @@ class Batch:
         size = len(self.requests)
         return moment - self.requests[self.id % size].arrival, size
 
+    def list_sessions(self) -> list[tuple[int, bool] | None]:
+        """Return for each request the id of its session, and whether the session has a state."""
+        sessions = [request.session for request in self.requests]
+        return [
+            None if session is None else (session.id, session.has_state) for session in sessions
+        ]
+
     def settle_open(self) -> list[Request]:
         """Settle the requests whose callers still wait, and return them."""
         self.open_count = 0
@@ -446,6 +486,13 @@ class Skip:
     batch: Batch
 
 
+class EndSession(NamedTuple):
+    """Action: let the worker release the state of a session, behind the batches that it has."""
+
+    worker: int
+    session_id: int
+
+
 @dataclass(slots=True)
 class Fail:
     """Action: log an error in the scheduler, and fail these requests, which have left the queue."""
@@ -454,4 +501,4 @@ class Fail:
     requests: list[Request]
 
 
-Action = Dispatch | Expire | Stall | Replace | Skip | Fail
+Action = Dispatch | Expire | Stall | Replace | Skip | EndSession | Fail

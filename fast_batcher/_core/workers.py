@@ -4,7 +4,7 @@ Part of the scheduler. Decides which worker gets the next batch, and when a runn
 or a worker counts as stalled; worker processes are handled in `_parent/`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -156,10 +156,12 @@ class WorkerTable:
         batch = self.batches.get(batch_id)
         return batch if batch is not None and batch.worker == worker else None
 
-    def least_loaded(self, below: float = inf) -> WorkerSlot | None:
+    def least_loaded(
+        self, below: float = inf, slots: Iterable[WorkerSlot] | None = None
+    ) -> WorkerSlot | None:
         """Return the available worker with the fewest batches, below `below`, or None."""
         found = None
-        for slot in self.slots.values():
+        for slot in self.slots.values() if slots is None else slots:
             count = len(slot.batches)
             is_available = not (slot.is_stalled or slot.is_retired)
             if is_available and count < below and count < slot.most_batches:

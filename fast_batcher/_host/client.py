@@ -32,6 +32,7 @@ from fast_batcher._core.values import (
     Failure,
     Group,
     Request,
+    SessionPlace,
     State,
     settle,
 )
@@ -73,6 +74,7 @@ from fast_batcher.errors import (
     NotReadyError,
     PoisonRequestError,
     QueueFullError,
+    SessionLostError,
     WorkerLostError,
     WorkerStartupError,
 )
@@ -235,6 +237,9 @@ class RemoteSession(Session):
         # Calls of `reload` without an outcome, by number; without a host they wait for the next.
         self._reloads: dict[int, tuple[messages.ReloadCall, asyncio.Future[None]]] = {}
         self._reload_numbers = itertools.count()
+        # Live sessions of callers by their ids.
+        self._caller_sessions: dict[int, SessionPlace] = {}
+        self._session_ids = itertools.count()
         # Whether a host was open.
         self._was_open = False
         # The figures of that state, or of the last one of a host that is gone.
@@ -264,6 +269,8 @@ class RemoteSession(Session):
             text = f"{len(self._open)} requests wait for the host process already"
             self._ledger.reject(request, QueueFullError(text), "queue full")
             return
+        if request.session is not None and not self._note_session(request, request.session):
+            return
         if self.settings.max_queue_bytes is not None:
             request.size = measure_size(request.value)
         self._open.add(monotonic(), request)
@@ -273,6 +280,17 @@ class RemoteSession(Session):
         else:
             copying.when_copied = functools.partial(self._send_later, request)
         self.run_soon()
+
+    def _note_session(self, request: Request, session: SessionPlace) -> bool:
+        """Number a new session; reject the request and return False if its session has ended."""
+        if session.end is not None:
+            error = SessionLostError(f"the session has ended: {session.end}")
+            self._ledger.reject(request, error, "session lost")
+            return False
+        if session.id < 0:
+            session.id = next(self._session_ids)
+        self._caller_sessions[session.id] = session
+        return True
 
     def _send_later(self, request: Request) -> None:
         """Send a request whose large input has been copied."""
@@ -335,6 +353,8 @@ class RemoteSession(Session):
     def _send_frame(self, requests: list[Request], inputs: bytes | list[bytes | Row]) -> None:
         for request in requests:
             request.phase = SENT
+            if request.session is not None:
+                request.session.has_state = True  # as far as is known
         self._sent += len(requests)
         self._room -= len(requests)
         ids = [request.id for request in requests]
@@ -395,6 +415,7 @@ class RemoteSession(Session):
             outcome = packed if read is None else read(packed)
             try:
                 if outcome.__class__ is Failure:
+                    self._note_failure(request, outcome.error)
                     set_exception(request, outcome.error)
                 else:
                     request.caller.set_result(outcome)
@@ -402,6 +423,11 @@ class RemoteSession(Session):
                 pass
         if self._drained is not None:
             self._notice_drained()
+
+    def _note_failure(self, request: Request, error: BatcherError) -> None:
+        """Forget the session of a request, if the host has none."""
+        if request.session is not None and isinstance(error, SessionLostError | QueueFullError):
+            self._caller_sessions.pop(request.session.id, None)
 
     def _take_chunks(
         self,
@@ -484,6 +510,19 @@ class RemoteSession(Session):
                 self._ledger.cancel(request, "waiting")
             self._remove(request)
 
+    def begin_session(self) -> None:
+        """Do nothing: the host is told with each request."""
+
+    def end_session(self, session: SessionPlace) -> None:
+        """End the session of a caller; must not await."""
+        self._caller_sessions.pop(session.id, None)
+        if session.end is None:
+            session.end = "its caller has ended it"
+            self._fail_lost()
+            if session.has_state:
+                self._link.tell(messages.EndSessions([session.id]))
+            self._notice_drained()
+
     def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the host's queue has room, as far as is known."""
         most = self.settings.max_queue_bytes
@@ -540,6 +579,7 @@ class RemoteSession(Session):
             live_streams=min(host.live_streams, here.running),
             places=host.places and self.settings.batch_limit * here.workers_ready,
             gpu_bytes={} if self._host is None else host.gpu_bytes,
+            sessions=0 if self._host is None else host.sessions,
         )
 
     def explain(self) -> Explanation:
@@ -641,14 +681,33 @@ class RemoteSession(Session):
         loss = self._open.host_lost(had_workers=had_workers)
         self._arrivals = {request.id: request for request in loss.again} | self._arrivals
         for request in loss.failed:
-            self._fail(
-                request, WorkerLostError("the host process died with this request"), "worker lost"
-            )
+            kind = WorkerLostError if request.session is None else SessionLostError
+            error = kind("the host process died with this request")
+            self._fail(request, error, "worker lost")
         for request in loss.poisonous:
             text = "two host processes died with this request; it is not sent again"
             self._fail(request, PoisonRequestError(text), "poison request")
         self._abandoned.clear()
+        self._lose_sessions()
         self._notice_drained()
+
+    def _lose_sessions(self) -> None:
+        """End the sessions that the dead host had, and fail their requests that were not sent."""
+        for session in [*self._caller_sessions.values()]:
+            if session.has_state:
+                session.end = "the host process died"
+                del self._caller_sessions[session.id]
+        self._fail_lost()
+
+    def _fail_lost(self) -> None:
+        """Fail the requests that were not sent, and whose sessions have ended."""
+        for request in [*self._open]:
+            session, was_sent = request.session, request.phase == SENT
+            if session is not None and session.end is not None and not was_sent and settle(request):
+                error = SessionLostError(f"the session has ended: {session.end}")
+                self._arrivals.pop(request.id, None)
+                self._fail(request, error, "session lost")
+                self._remove(request)
 
     def _rejoin_later(self) -> None:
         delay, is_given_up = self._restarts.lost(monotonic())
@@ -770,7 +829,7 @@ class RemoteSession(Session):
         """Do nothing: the batcher sends no further requests."""
 
     def _is_drained(self) -> bool:
-        return not len(self._open)
+        return not (len(self._open) or self._caller_sessions)
 
     async def aclose(self) -> None:
         """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""

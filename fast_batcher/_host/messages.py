@@ -6,7 +6,8 @@
     CALLS: ids, inputs, options, contexts   -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
                                             <--   CHUNKS: ids, chunks, ends of streams, room
-    Abandon, StreamsRead, Observe, Ping     -->
+    Abandon, EndSessions, StreamsRead       -->
+    Observe, Ping                           -->
                                             <--   StateSent, FreedInputs, Log, Told, Followed
                                             <--   ReporterChosen, Pong
     StateRead                               -->
@@ -132,6 +133,12 @@ class Abandon(NamedTuple):
     """The callers of these requests have gone."""
 
     request_ids: list[int]
+
+
+class EndSessions(NamedTuple):
+    """The callers of these sessions have ended them."""
+
+    session_ids: list[int]
 
 
 class StreamsRead(NamedTuple):

@@ -79,6 +79,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
             None if request.group is None else name_group(request.group),
             request.size,
             isinstance(request.caller, ChunkSink),
+            None if request.session is None else (request.session.id, request.session.timeout),
         )
         for position, request in enumerate(requests)
         if request.has_explicit_deadline
@@ -88,6 +89,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
         or request.cost != 1.0
         or request.size >= 0
         or isinstance(request.caller, ChunkSink)
+        or request.session is not None
     }
 
 

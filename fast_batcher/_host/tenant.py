@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fast_batcher._core.values import Batch, Failure, Group, Request
+from fast_batcher._core.values import Batch, Failure, Group, Request, SessionPlace
 from fast_batcher._host import messages
 from fast_batcher._host.messages import Handlers, dispatch
 from fast_batcher._host.protocol import (
@@ -183,6 +183,8 @@ class Tenant:
         # None until it has introduced itself.
         self.session: LocalSession | None = None
         self._requests: dict[int, Request] = {}
+        # The sessions of its callers that they have not ended, by id.
+        self._sessions: dict[int, SessionPlace] = {}
         # Requests that have arrived; the API process adds the requests that are on their way.
         self._received = 0
         # Inputs that were asked for once more, by the request's id.
@@ -199,6 +201,7 @@ class Tenant:
         self._handlers: dict[int | type, Callable[..., object]] = {
             HostKind.CALLS: self._submit,
             messages.Abandon: self._abandon,
+            messages.EndSessions: self._end_sessions,
             messages.StreamsRead: self._note_reads,
             messages.Resent: self._take_resent,
         }
@@ -256,6 +259,12 @@ class Tenant:
             if request is not None and self.session is not None:
                 self.session.abandon(request)
 
+    def _end_sessions(self, session_ids: list[int]) -> None:
+        for session_id in session_ids:
+            session = self._sessions.pop(session_id, None)
+            if session is not None and self.session is not None:
+                self.session.end_session(session)
+
     def _apply(
         self,
         request_id: int,
@@ -268,6 +277,7 @@ class Tenant:
         group: tuple[str | None, bytes | None] | None,
         size: int,
         is_stream: bool,
+        session: tuple[int, float] | None,
     ) -> None:
         """Set what makes a request differ from an ordinary one."""
         if deadline is not None:
@@ -279,6 +289,11 @@ class Tenant:
         request.cost = cost
         if group is not None:
             request.group = self._find_group(*group)
+        if session is not None and self.session is not None:
+            session_id, idle_timeout = session
+            place = SessionPlace(idle_timeout)
+            request.session = self._sessions.setdefault(session_id, place)
+            self.session.begin_session()
         if is_stream:
             request.caller = HostStream(request_id, self._chunks.put, self._end_stream)
 
@@ -394,11 +409,9 @@ class Tenant:
             self.tell(message)
 
     def leave(self) -> None:
-        """Cancel its requests; the connection stays open for the farewell."""
-        requests, self._requests = self._requests, {}
-        for request in requests.values():
-            if self.session is not None:
-                self.session.abandon(request)
+        """Cancel its requests, and end its sessions; the connection stays open for the farewell."""
+        self._abandon([*self._requests])
+        self._end_sessions([*self._sessions])
         for request_id in [*self._asked]:
             self._take_resent(request_id, None)
 

@@ -98,10 +98,11 @@ class BatchSender:
     def send(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
         """Send a batch to its worker; report the inputs that cannot be sent."""
         requests = batch.requests
-        group = requests[0].group
-        if contexts or (group is not None and group.method is not None):
+        first = requests[0]
+        has_method = first.group is not None and first.group.method is not None
+        if contexts or has_method or first.session is not None:
             self._announce(worker, batch, contexts)
-        if requests[0].staged is not None and self._send_staged(batch, worker):
+        if first.staged is not None and self._send_staged(batch, worker):
             return
         values = [request.value for request in requests]
         body = dump_atoms(values, LEAST_SHARED)
@@ -111,9 +112,11 @@ class BatchSender:
             self._send_apart(batch, values, worker)
 
     def _announce(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
-        """Send what precedes the inputs of a batch: its contexts, and its method."""
+        """Send what precedes the inputs of a batch: its contexts, sessions, and method."""
         if contexts:
             worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
+        if batch.requests[0].session is not None:
+            worker.send(Kind.SESSIONS, batch.id, dumps(batch.list_sessions()))
         group = batch.requests[0].group
         if group is not None and group.method is not None:
             worker.send(Kind.METHOD, batch.id, group.method.name.encode())

@@ -107,6 +107,8 @@ class ThreadWorker(WorkerHandle):
         job, group = BatchJob(batch.id), batch.requests[0].group
         if group is not None and group.method is not None:
             job.method = group.method.name
+        if batch.requests[0].session is not None:
+            job.sessions = batch.list_sessions()
         job.contexts = contexts
         job.inputs = self._pass_inputs(batch)
         if job.inputs:

@@ -190,8 +190,8 @@ class ModelActor:
         assert self._loop is not None, "the host has READY"
         self._channel.received.extend(split_frames(frames))
         self._reader.buffers.extend(buffers)
-        job = self._port.receive()
-        assert isinstance(job, BatchJob), "a call has a batch"
+        job = self._loop.receive()
+        assert job is not None, "a call has a batch"
         self._loop.compute(job)
         self._port.answer(job)
         return self._channel.take_answer()

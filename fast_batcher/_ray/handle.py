@@ -42,7 +42,7 @@ from fast_batcher.errors import WorkerStartupError
 logger = logging.getLogger("fast_batcher")
 
 # Frames that go with the batch that follows them.
-_AHEAD = frozenset({Kind.CONTEXTS, Kind.METHOD, Kind.COST, Kind.INPUTS_FRAGMENT})
+_AHEAD = frozenset({Kind.CONTEXTS, Kind.METHOD, Kind.SESSIONS, Kind.COST, Kind.INPUTS_FRAGMENT})
 _ORDERS = frozenset(Order)
 # Frames that end the stream of their batch.
 _ENDS = frozenset({Kind.SKIPPED, *Failed})
@@ -276,7 +276,8 @@ class RayWorker(FrameWorker):
             self._cluster.call(lambda: self._call(Purpose.STOP, "stop"))
             return
         self._ahead += (pack_header(kind, len(body), batch_id, 0.0), body)
-        if kind in _AHEAD:
+        # The end of a session goes with the next batch; that of a stream is awaited.
+        if kind in _AHEAD or (kind == Kind.LEAVE and self._steps is None):
             return
         frames, self._ahead = self._ahead, []
         rows: list[tuple[int, int]] = []

@@ -32,6 +32,7 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.sessions import CALL_FAILED
 from fast_batcher._core.stream_explanation import explain_streams
 from fast_batcher._core.values import (
     BATCHES_PER_WORKER,
@@ -39,6 +40,7 @@ from fast_batcher._core.values import (
     RETRYING,
     Batch,
     Dispatch,
+    EndSession,
     Event,
     Expire,
     Fail,
@@ -48,6 +50,7 @@ from fast_batcher._core.values import (
     Order,
     Replace,
     Request,
+    SessionPlace,
     Skip,
     Stall,
     State,
@@ -71,6 +74,7 @@ from fast_batcher.errors import (
     BatcherClosedError,
     ConfigurationError,
     PoisonRequestError,
+    SessionLostError,
     TransportError,
     WorkerLostError,
     WorkerStartupError,
@@ -131,6 +135,14 @@ class Session(ABC):
 
         This must not await: a cancel scope raises again at every `await`.
         """
+
+    @abstractmethod
+    def begin_session(self) -> None:
+        """Expect requests that have a session."""
+
+    @abstractmethod
+    def end_session(self, session: SessionPlace) -> None:
+        """End the session of a caller; must not await."""
 
     @abstractmethod
     def has_room(self, request: Request, ahead: int = 0) -> bool:
@@ -452,7 +464,7 @@ class LocalSession(Session):
         if not self._is_stepped:
             self._ledger.counters.count_batch(size, batch.release)
 
-    def _do(self, action: Expire | Stall | Replace | Skip | Fail) -> None:
+    def _do(self, action: Expire | Stall | Replace | Skip | EndSession | Fail) -> None:
         if isinstance(action, Expire):
             error = self._reports.expiry_error(action)
             self._ledger.expire(action.request, error, str(action.reason))
@@ -462,6 +474,9 @@ class LocalSession(Session):
                 self._reports.log_stall(slot.index)
         elif isinstance(action, Skip):
             self.pool.workers[action.batch.worker].skip(action.batch.id)
+        elif isinstance(action, EndSession):
+            self.pool.workers[action.worker].order(Order.LEAVE, action.session_id)
+            self._notice_drained()
         elif isinstance(action, Replace):
             self.pool.replace(action.worker)
             self._reports.log_infer_timeout(self.scheduler.workers.slots[action.worker].index)
@@ -517,6 +532,7 @@ class LocalSession(Session):
         if batch is None:
             return
         requests = self._after_failure(batch, how) if has_raised else batch.requests
+        self._fail_lost(self.scheduler.batch_failed(monotonic(), batch), CALL_FAILED)
         self._advance(monotonic())
         self._settle(batch, requests, lambda: [fail() for _ in requests])
 
@@ -692,6 +708,21 @@ class LocalSession(Session):
             self.run_soon()
         self._notice_drained()
 
+    def begin_session(self) -> None:
+        """Expect requests that have a session."""
+        self.scheduler.use_sessions()
+
+    def end_session(self, session: SessionPlace) -> None:
+        """End the session of a caller; must not await."""
+        self._submit_arrivals(monotonic())  # a request of it may be among them
+        self._fail_lost(self.scheduler.end_session(monotonic(), session), "its caller has ended it")
+        self.run_soon()
+
+    def _fail_lost(self, requests: list[Request], how: str) -> None:
+        for request in requests:
+            error = SessionLostError(f"the session has ended: {how}")
+            self._ledger.fail(request, error, "session lost")
+
     def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the queue has room for a request behind the arrivals of this turn."""
         if not self.scheduler.counts_bytes:
@@ -721,7 +752,8 @@ class LocalSession(Session):
         """Return a snapshot of the counts, the load, and the padding or the places of streams."""
         stats = replace(super().read_stats(), gpu_bytes=self.pool.read_gpu_bytes())
         if not self._is_stepped:
-            return replace(stats, padding=self.scheduler.padding)
+            count = self.scheduler.session_count
+            return replace(stats, padding=self.scheduler.padding, sessions=count)
         places, workers = self.settings.batch_limit, self.scheduler.workers
         return replace(
             stats,
@@ -804,7 +836,8 @@ class LocalSession(Session):
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
         for request in failed:
-            error = WorkerLostError(f"{how} while it had this request")
+            kind = WorkerLostError if request.session is None else SessionLostError
+            error = kind(f"{how} while it had this request")
             self._ledger.fail(request, error, "worker lost")
         for request in poisonous:
             text = f"{how} while it had this request, as another had before; it is not tried again"
@@ -830,7 +863,8 @@ class LocalSession(Session):
     def worker_retired(self, worker: int) -> None:
         """Give a worker no more batches: it finishes those it has, and ends."""
         ends_at = monotonic() + self.settings.drain_timeout
-        self.scheduler.workers.retire(worker, ends_at)
+        lost = self.scheduler.retire(worker, ends_at)
+        self._fail_lost(lost, "its worker was replaced, or is not needed any more")
         if self._is_stepped:
             self._wake_at(ends_at)
 
@@ -938,7 +972,8 @@ class LocalSession(Session):
         self.run_soon()
 
     def _is_drained(self) -> bool:
-        return not self.scheduler.waiting and not self.scheduler.workers.running
+        scheduler = self.scheduler
+        return not (scheduler.waiting or scheduler.workers.running or scheduler.session_count)
 
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
@@ -1017,4 +1052,5 @@ def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
         is_stepped=is_stepped,
         places=settings.batch_limit,
         most_stream_cost=or_infinite(settings.max_batch_cost),
+        max_sessions=settings.max_sessions,
     )

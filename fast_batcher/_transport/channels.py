@@ -98,6 +98,8 @@ class Kind:
     # with this id comes next.
     CONTEXTS = 9
     METHOD = 10  # the name of the method that computes the batch with this id, which comes next
+    # The pickled list of the sessions of its requests; the batch with this id comes next.
+    SESSIONS = 15
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError

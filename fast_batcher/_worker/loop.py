@@ -37,7 +37,9 @@ from fast_batcher._transport.pickling import (
 )
 from fast_batcher._transport.progress import BEGUN, GPU_BYTES, TAKEN, WorkerProgress
 from fast_batcher._worker.model import find_gpu, free_memory
+from fast_batcher._worker.states import Session, SessionInfer
 from fast_batcher.errors import (
+    ConfigurationError,
     InferenceError,
     WorkerStartupError,
     cuda_message,
@@ -283,12 +285,14 @@ class BatchJob:
 
     __slots__ = (
         *("batch_id", "contexts", "errors", "failure", "inputs", "is_skipped"),
-        *("method", "outputs", "pieces", "seconds"),
+        *("method", "outputs", "pieces", "seconds", "sessions"),
     )
 
     def __init__(self, batch_id: int) -> None:
         self.batch_id = batch_id
         self.method = "infer"
+        # The sessions of the requests, empty if none has one.
+        self.sessions: Sequence[Session] = ()
         # The pickled context managers of the observers that follow the batch.
         self.contexts: Sequence[bytes] = ()
         # The inputs of the positions that have no error, in their order. The model takes the inputs
@@ -395,11 +399,9 @@ class FramePort:
         self._progress = progress
         self._inputs = inputs
         self._encoder = encoder
-        # The contexts that came last, by the id of their batch, which may not come: it is withdrawn
-        # if its inputs turn out not to be sendable.
-        self._contexts: dict[int, list[bytes]] = {}
-        # The method of the next batch by its id, of a model that has several.
-        self._method: dict[int, str] = {}
+        # What precedes a batch, by kind: the batch's id, and the body. The batch may not come: it
+        # is withdrawn if its inputs turn out not to be sendable.
+        self._notes: dict[int, tuple[int, bytes]] = {}
         # Moment of the next reading of the memory on the GPU; None if none is in use.
         self._reads_gpu_at: float | None = None
 
@@ -437,18 +439,15 @@ class FramePort:
                 return Order(kind), batch_id, float(frame.body or 0)
             if kind == Kind.INPUTS_FRAGMENT:
                 self._inputs.keep_fragment(frame)
-            elif kind == Kind.METHOD:
-                self._method = {batch_id: bytes(frame.body).decode()}
             else:
-                self._contexts = {batch_id: pickling.loads(frame.body)}
+                self._notes[kind] = batch_id, bytes(frame.body)
 
     def _read(self, frame: Frame) -> BatchJob:
         batch_id = frame.batch_id
         self._progress.numbers[TAKEN] = batch_id + 1
         job = BatchJob(batch_id)
-        if self._method or self._contexts:
-            job.method = self._method.pop(batch_id, job.method)
-            job.contexts = self._contexts.pop(batch_id, job.contexts)
+        if self._notes:
+            self._take_notes(job)
         try:
             if frame.kind == Kind.INPUT_ATOMS:
                 job.inputs = pickling.loads(frame.body)
@@ -458,6 +457,16 @@ class FramePort:
             job.fail(Failed.FOR_GOOD, pickling.describe(error))
             forget_frames(error)
         return job
+
+    def _take_notes(self, job: BatchJob) -> None:
+        notes, self._notes = self._notes, {}
+        found = {kind: body for kind, (batch_id, body) in notes.items() if batch_id == job.batch_id}
+        if Kind.METHOD in found:
+            job.method = found[Kind.METHOD].decode()
+        if Kind.SESSIONS in found:
+            job.sessions = pickling.loads(found[Kind.SESSIONS])
+        if Kind.CONTEXTS in found:
+            job.contexts = pickling.loads(found[Kind.CONTEXTS])
 
     def answer(self, job: BatchJob) -> None:
         """Send the outputs of a batch, or its error."""
@@ -534,11 +543,24 @@ class BatchLoop:
 
     def run(self) -> None:
         """Answer batches until the parent says stop or is gone, or until a fatal error."""
-        while isinstance(job := self._port.receive(), BatchJob):
+        while (job := self.receive()) is not None:
             self.compute(job)
             self._port.answer(job)
             if job.failure is not None and job.is_fatal:
                 return
+
+    def receive(self) -> BatchJob | None:
+        """Wait for the next batch, and release the states of ended sessions; None at the end."""
+        while True:
+            arrived = self._port.receive()
+            if arrived is None or isinstance(arrived, BatchJob):
+                return arrived
+            order, session_id, _ = arrived
+            if order is not Order.LEAVE:
+                return None
+            infer = self._models["infer"]
+            if isinstance(infer, SessionInfer):
+                infer.states.release([session_id])
 
     def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch that has not failed."""
@@ -559,7 +581,7 @@ class BatchLoop:
         started = monotonic()
         try:
             with contexts:
-                outputs = self._models[job.method].infer(inputs) if inputs else []
+                outputs = self._call(job, inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             job.seconds = monotonic() - started
             job.fail(*judge(error))
@@ -575,6 +597,15 @@ class BatchLoop:
             )
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             job.fail(Failed.FOR_GOOD, pickling.describe(error))
+
+    def _call(self, job: BatchJob, inputs: list[Any]) -> Any:
+        model = self._models[job.method]
+        if not job.sessions:
+            return model.infer(inputs)
+        if not isinstance(model, SessionInfer):
+            raise ConfigurationError("session() needs a model that is a SessionModel")
+        positions = job.list_open(len(inputs))
+        return model.infer_in([job.sessions[at] for at in positions], inputs)
 
 
 def judge(error: BaseException) -> tuple[Failed, SerializedError]:

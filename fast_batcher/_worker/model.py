@@ -27,6 +27,7 @@ from fast_batcher._arrays.joining import (
 from fast_batcher._devices import find_gpus
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._transport import pickling
+from fast_batcher._worker.states import SessionInfer
 from fast_batcher.errors import (
     CollationError,
     ConfigurationError,
@@ -41,6 +42,7 @@ from fast_batcher.model import (
     describe_arguments,
     find_methods,
     find_model_fault,
+    is_session_model,
     warn_about_hooks,
 )
 
@@ -182,6 +184,8 @@ def collate(model: Any, *, copies: bool = False) -> Any:
 
 def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
     """Return the model for each of its methods by name, as `collate` does; "infer" is the first."""
+    if is_session_model(type(model)):
+        return {"infer": SessionInfer(model)}
     marked = find_methods(model)
     own = marked.pop("infer", MethodOptions()).collation
     methods = {

@@ -9,7 +9,6 @@ A stream is a batch of one request: its input arrives as any other, and an error
 other. Only its chunks are sent apart, with those of the other streams of a step.
 """
 
-import logging
 from collections.abc import Sequence
 from itertools import islice
 from math import inf
@@ -22,10 +21,9 @@ from fast_batcher._core.values import Failed, Order
 from fast_batcher._transport.pickling import SerializedError, describe
 from fast_batcher._transport.progress import BEGUN, WorkerProgress
 from fast_batcher._worker.loop import BatchJob, Told, WorkerPort, judge
+from fast_batcher._worker.states import LiveStates
 from fast_batcher.errors import is_kind
 from fast_batcher.stepped import Grow, read_outcome
-
-logger = logging.getLogger("fast_batcher.worker")
 
 # Seconds between two frames about steps that gave no chunk, of which the parent learns only that
 # the model goes on: 1 % of an `infer_timeout` of a second. A frame for each would keep the parent
@@ -68,7 +66,7 @@ class StepLoop:
         self._apart = 0
         # States of the streams that have joined, by batch id in order of joining; and the ids of
         # the paused ones.
-        self._states: dict[int, Any] = {}
+        self._states = LiveStates(model)
         self._paused: set[int] = set()
         # The rest is used with a limit alone: the cost of the next stream; the costs of newcomers
         # and streams; costs that do not fit yet, of streams that grow; streams that have chunks.
@@ -176,17 +174,13 @@ class StepLoop:
         for found in batch_ids if self._costs else ():
             self._costs.pop(found, None)
             self._wanted.pop(found, None)
-        states = [self._states.pop(found) for found in batch_ids if found in self._states]
-        if not states:
+        count = self._states.release(batch_ids)
+        if not count:
             return
         self._is_full = False
-        self._left += len(states)
+        self._left += count
         if self._left > self._fitting:
             self._fitting, self._left = self._fitting + 1, 0
-        try:
-            self._model.leave(states)
-        except BaseException:
-            logger.exception("the model's leave() raised")
 
     # Joining.
 

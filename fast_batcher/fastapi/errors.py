@@ -140,6 +140,7 @@ ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
         503, "worker_startup_failed", "the model did not load", may_pass_later=False
     ),
     errors.WorkerLostError: HttpAnswer(503, "worker_lost"),
+    errors.SessionLostError: HttpAnswer(503, "session_lost"),
     errors.PoisonRequestError: HttpAnswer(500, "poison_request", "the model failed"),
     errors.TransportError: HttpAnswer(503, "transport_failed"),
 }

@@ -19,8 +19,8 @@ PACKAGE = "fast_batcher"
 
 # From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
 _NAMES = (
-    "errors _devices _file_state _mps _process _version observing model stepped stats settings "
-    "configuration types ray encoding _independence _arrays _load",
+    "errors _devices _file_state _mps _process _version observing model sessions stepped stats "
+    "settings configuration types ray encoding _independence _arrays _load",
     "_core",
     "_observers _transport _shared_memory",
     "_parent _worker _ray",
@@ -212,6 +212,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "_independence": {"_arrays.kinds", "_arrays.trees"},
     "ray": {"errors", "settings"},
     "model": {"_arrays.collation", "errors", "settings", "types"},
+    "sessions": {"model", "types"},
     "stepped": {"_arrays.joining", "errors", "model", "types"},
     "_arrays": {"errors", "settings"},
 }

@@ -22,12 +22,13 @@ from fast_batcher.errors import BatcherError
 from fast_batcher.settings import OPTIONS, Option, Reconfiguration, Settings, show_bytes
 
 NAMES = [
-    *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
+    *("BatchSession", "BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
     *("CollationError", "ConfigurationError", "DeadlineExceededError", "Done", "DynBatcher"),
     *("DynamicBatchIndexError", "Grow", "InferenceError", "InferenceModel", "InputError"),
     "NotReadyError",
     *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
-    *("RequestTooLargeError", "SlowReaderError", "SteppedModel", "Stream", "StreamedModel"),
+    *("RequestTooLargeError", "SessionLostError", "SessionModel"),
+    *("SlowReaderError", "SteppedModel", "Stream", "StreamedModel"),
     *("TransportError", "UnsendableValueError", "WorkerError"),
     *("WorkerLostError", "WorkerStartupError", "aio", "batchable"),
     *("dynamically", "inference"),
@@ -196,7 +197,17 @@ def test_batcher_has_exactly_these_public_names() -> None:
             "name",
         ),
         *("open", "process_batched", "process_many", "process_rows", "reconfigure", "reload"),
-        *("settings", "start_error", "state", "stats", "stop", "stream", "submit", "timeout"),
+        *(
+            "session",
+            "settings",
+            "start_error",
+            "state",
+            "stats",
+            "stop",
+            "stream",
+            "submit",
+            "timeout",
+        ),
     ]
 
 
@@ -209,6 +220,7 @@ def test_the_statistics_are_these() -> None:
         *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups", "refused"),
         *("late_errors", "padding"),
         *("is_reporter", "backlog", "places", "live_streams", "chunks"),
+        "sessions",
         *("first_chunk_p50", "first_chunk_p95", "chunk_gap_p50", "chunk_gap_p95", "gpu_bytes"),
     ]
 

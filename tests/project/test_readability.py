@@ -49,11 +49,16 @@ BUDGETS = {
         r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_\w+\.py|_host/streams\.py",
         750,
     ),
+    "sessions": (
+        r"sessions\.py|_session/sessions\.py|_worker/states\.py|_core/sessions\.py",
+        338,
+    ),
     "independence": (r"_independence\.py", 93),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
     "tools": (r"(_cli|_load)/|__main__\.py", 2433),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1773),
-    "core": ("", 18_365),
+    # 273 lines are for sessions: the way through the scheduler, the frames and the host.
+    "core": ("", 18_638),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -1,0 +1,122 @@
+"""`BatchSession`, the calls of one caller to a model that remembers. Event loop's thread."""
+
+import asyncio
+from asyncio import Future
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Self
+
+from fast_batcher._core.values import Request, SessionPlace
+from fast_batcher._process import monotonic
+from fast_batcher._session.calls import set_options
+from fast_batcher.errors import DeadlineExceededError, SessionLostError
+from fast_batcher.model import InputT, OutputT
+from fast_batcher.settings import checked_timeout
+
+if TYPE_CHECKING:
+    from fast_batcher._session.session import Session
+
+
+class BatchSession(Generic[InputT, OutputT]):
+    """The calls of one session, in order: see `DynBatcher.session`. An async context manager."""
+
+    def __init__(
+        self,
+        idle_timeout: float,
+        find_session: Callable[[], "Session"],
+        is_present: Callable[["Session"], bool],
+        find_timeout: Callable[[], float | None],
+    ) -> None:
+        self._find_session = find_session
+        self._is_present = is_present
+        self._find_timeout = find_timeout
+        self._place = SessionPlace(idle_timeout)
+        # The opening of the batcher in which it lives, from its first call on.
+        self._opening: Session | None = None
+        # One call at a time, in order.
+        self._turn = asyncio.Lock()
+        self._is_over = False
+
+    async def process_batched(self, value: InputT, *, timeout: float | None = None) -> OutputT:
+        """Wait for the model's output for the next input of the session.
+
+        Calls that are made at the same time are computed one after the other, in their order. The
+        first call gives the session its place in a worker.
+
+        Args:
+            value: As for `DynBatcher.process_batched`.
+            timeout: Seconds until the call fails, the wait for earlier calls included. Default the
+                batcher's.
+
+        Raises:
+            SessionLostError: The session has ended: its worker died, was replaced, or is not needed
+                any more; a call of the same batch has failed; it was idle for its timeout; or it
+                was closed. It does not begin again: its state is lost.
+            QueueFullError: In the first call: no worker has a place for a session. `retry_after`
+                is the predicted time until one has.
+            BatcherError: The errors of `DynBatcher.process_batched`.
+
+        Cancellation: safe at any time. A call that waits is as if it had not been made. One that
+        runs may be computed: the session goes on behind it.
+        """
+        deadline = None
+        if self._turn.locked():
+            limit = self._find_timeout() if timeout is None else checked_timeout(timeout)
+            deadline = None if limit is None else monotonic() + limit
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - monotonic()):
+                await self._turn.acquire()
+        except TimeoutError:
+            text = "earlier calls of the session were not answered in time"
+            raise DeadlineExceededError(text) from None
+        try:
+            return await self._call(value, timeout, deadline)
+        finally:
+            self._turn.release()
+
+    async def _call(self, value: InputT, timeout: float | None, deadline: float | None) -> OutputT:
+        opening = self._require_opening()
+        future: Future[Any] = Future(loop=opening.binding.loop)
+        request = Request(value, future)
+        set_options(request, timeout, 0)
+        if deadline is not None:
+            request.deadline, request.has_explicit_deadline = deadline, True
+        request.session = self._place
+        opening.accept(request)
+        try:
+            return await future  # type: ignore[no-any-return]
+        except BaseException:
+            if not request.is_settled:
+                opening.abandon(request)
+            raise
+        finally:
+            # An error holds this frame, which must not hold the error.
+            del future, request
+
+    def _require_opening(self) -> "Session":
+        """Return the opening of the batcher in which the session lives; begin it with the first."""
+        if self._is_over:
+            raise SessionLostError("the session has ended: it was closed")
+        opening = self._opening
+        if opening is None:
+            opening = self._opening = self._find_session()
+            opening.begin_session()
+        elif not self._is_present(opening):
+            raise SessionLostError("the session has ended: the batcher was closed")
+        opening.binding.require_own_process()
+        opening.binding.require_own_thread("a call of a session")
+        return opening
+
+    async def aclose(self) -> None:
+        """End the session: its place is free, and its worker releases the state.
+
+        A call that waits fails with `SessionLostError`; one that runs is answered. May be repeated.
+        """
+        opening, self._is_over = self._opening, True
+        if opening is not None and self._is_present(opening):
+            opening.end_session(self._place)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

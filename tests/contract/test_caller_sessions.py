@@ -1,0 +1,426 @@
+"""Sessions of a `SessionModel`, with real workers: order, states, ends, faults."""
+
+import asyncio
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from models.ordinary import Slow
+from models.remembering import Diary, Framed, Line, Mixed, Unwilling
+from sessions import host_of, pids_of
+from waits import LIMIT, assert_balance, both_loops, one_loop, until
+
+from fast_batcher import (
+    BatcherClosedError,
+    BatcherError,
+    BatchSession,
+    ConfigurationError,
+    DeadlineExceededError,
+    DynBatcher,
+    InferenceError,
+    QueueFullError,
+    SessionLostError,
+    SessionModel,
+)
+from fast_batcher.caching import LRUCache
+from fast_batcher.testing import BatcherKit
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+PLACES: dict[str, dict[str, Any]] = {
+    "threads": {"workers": "threads"},
+    "processes": {},
+    "shared": {"shared": True},
+}
+every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+
+# Tests that wait for a call to run: the statistics of a shared batcher are up to a second old.
+own = pytest.mark.parametrize("place", [PLACES["threads"], {}], ids=["threads", "processes"])
+
+
+async def speak(batcher: DynBatcher[Any, Any], name: str, count: int) -> int:
+    """Have a session of some calls; return the size of its largest batch."""
+    sizes = []
+    async with batcher.session() as session:
+        for number in range(1, count + 1):
+            answer = await session.process_batched(Line(name, number))
+            assert answer[:2] == (name, number)
+            sizes.append(int(answer[2]))
+    return max(sizes)
+
+
+async def live(batcher: DynBatcher[Any, Any]) -> int:
+    """Return how many states the worker has, besides that of the call that asks."""
+    _, begun, left = await batcher.process_batched(Line("states", 0, "states"))
+    return int(begun - left - 1)
+
+
+@both_loops
+@every_place
+async def test_sessions_keep_their_states_and_share_batches(place: Any) -> None:
+    async with DynBatcher(Diary, **place, model_args=(0.005,)) as batcher:
+        sizes = await asyncio.gather(*[speak(batcher, f"s{number}", 9) for number in range(20)])
+        assert max(sizes) > 1
+        assert await live(batcher) == 0
+        await until(lambda: batcher.stats.completed == 20 * 9 + 1)
+        assert batcher.stats.sessions == 0
+        assert_balance(batcher)
+
+
+@one_loop
+@every_place
+async def test_calls_of_one_session_are_computed_in_order(place: Any) -> None:
+    async with DynBatcher(Diary, **place, num_workers=2) as batcher, batcher.session() as session:
+        calls = [session.process_batched(Line("s", number)) for number in range(1, 9)]
+        answers = await asyncio.gather(*calls)
+        assert answers == [("s", number, 1) for number in range(1, 9)]
+        await until(lambda: batcher.stats.sessions == 1)
+
+
+@one_loop
+@every_place
+async def test_an_exception_instance_fails_its_call_and_not_the_session(place: Any) -> None:
+    async with DynBatcher(Diary, **place) as batcher, batcher.session() as session:
+        with pytest.raises(InferenceError, match="not this one"):
+            await session.process_batched(Line("s", 1, "fail"))
+        if place != PLACES["threads"]:  # a thread can pass it on
+            with pytest.raises(InferenceError):
+                await session.process_batched(Line("s", 2, "lambda"))
+            await session.process_batched(Line("s", 3))
+        assert (await session.process_batched(Line("s", 4)))[1] in (2, 4)
+
+
+@one_loop
+@every_place
+async def test_an_error_of_the_batch_ends_its_sessions_and_no_others(place: Any) -> None:
+    async with DynBatcher(Diary, **place) as batcher:
+        async with batcher.session() as other, batcher.session() as session:
+            assert await other.process_batched(Line("o", 1)) == ("o", 1, 1)
+            assert await session.process_batched(Line("s", 1)) == ("s", 1, 1)
+            with pytest.raises(InferenceError, match="all of them"):
+                await session.process_batched(Line("s", 2, "raise"))
+            with pytest.raises(SessionLostError, match="has failed"):
+                await session.process_batched(Line("s", 3))
+            assert await other.process_batched(Line("o", 2)) == ("o", 2, 1)
+            assert await live(batcher) == 1
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_place
+async def test_without_a_state_a_session_has_ended(place: Any) -> None:
+    async with DynBatcher(Unwilling, **place) as batcher, batcher.session() as session:
+        with pytest.raises(InferenceError, match="not the first"):
+            await session.process_batched(Line("s", 1))
+        with pytest.raises(SessionLostError, match="no state"):
+            await session.process_batched(Line("s", 2))
+        assert await speak(batcher, "t", 3) == 1
+
+
+@one_loop
+@pytest.mark.parametrize("place", [{}, {"shared": True}], ids=["own", "shared"])
+async def test_with_their_worker_sessions_are_lost(place: Any) -> None:
+    async with DynBatcher(Diary, **place, restart_backoff=0.01) as batcher:
+        async with batcher.session() as idle, batcher.session() as session:
+            await idle.process_batched(Line("i", 1))
+            with pytest.raises(SessionLostError, match="SIGKILL"):
+                await session.process_batched(Line("s", 1, "kill"))
+            for one in (idle, session):
+                with pytest.raises(SessionLostError, match="worker died"):
+                    await one.process_batched(Line("s", 2))
+        assert await speak(batcher, "next", 3) == 1
+        await until(lambda: batcher.stats.sessions == 0)
+
+
+@one_loop
+@every_place
+async def test_a_reload_ends_sessions(place: Any) -> None:
+    async with DynBatcher(Diary, **place) as batcher, batcher.session() as session:
+        await session.process_batched(Line("s", 1))
+        await batcher.reload()
+        with pytest.raises(SessionLostError, match="replaced"):
+            await session.process_batched(Line("s", 2))
+        assert await speak(batcher, "next", 2) == 1
+
+
+@one_loop
+async def test_a_worker_that_is_not_needed_any_more_ends_its_sessions() -> None:
+    async with DynBatcher(Diary, num_workers=2) as batcher:
+        sessions = [batcher.session() for _ in range(4)]
+        for session in sessions:
+            await session.process_batched(Line("s", 1))
+        batcher.reconfigure(num_workers=1)
+        await until(lambda: batcher.stats.sessions == 2)
+        answers = [session.process_batched(Line("s", 2)) for session in sessions]
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        assert sum(isinstance(one, SessionLostError) for one in found) == 2
+        for session in sessions:
+            await session.aclose()
+
+
+@one_loop
+@every_place
+async def test_an_idle_session_ends_and_its_state_is_released(place: Any) -> None:
+    async with DynBatcher(Diary, **place) as batcher:
+        session = batcher.session(timeout=0.05)
+        await session.process_batched(Line("s", 1))
+        if place == PLACES["shared"]:  # its statistics are a second old
+            await until(lambda: batcher.stats.batches == 1)
+        await until(lambda: batcher.stats.sessions == 0)
+        with pytest.raises(SessionLostError, match=r"idle for its timeout of 0.05"):
+            await session.process_batched(Line("s", 2))
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_place
+async def test_no_more_sessions_than_places(place: Any) -> None:
+    async with DynBatcher(Diary, **place, max_sessions=2) as batcher:
+        first, second, third = [batcher.session() for _ in range(3)]
+        for session in (first, second):
+            await session.process_batched(Line("s", 1))
+        with pytest.raises(QueueFullError, match=r"max_sessions=2") as info:
+            await third.process_batched(Line("t", 1))
+        assert info.value.retry_after is None  # no session has ended yet
+        await first.aclose()
+        with pytest.raises(SessionLostError, match="closed"):
+            await first.process_batched(Line("s", 2))
+        assert await third.process_batched(Line("t", 1)) == ("t", 1, 1)
+        with pytest.raises(QueueFullError) as info:
+            await batcher.session().process_batched(Line("u", 1))
+        assert info.value.retry_after is not None
+        await second.aclose()
+        await third.aclose()
+
+
+@one_loop
+@own
+async def test_a_cancelled_call_does_not_end_the_session(place: Any) -> None:
+    options = {**place, "model_args": (0.05,)}
+    async with DynBatcher(Diary, **options) as batcher, batcher.session() as session:
+        await session.process_batched(Line("s", 1))
+        call = asyncio.create_task(session.process_batched(Line("s", 2)))
+        await until(lambda: batcher.stats.running == 1)
+        call.cancel()
+        _, count, _ = await session.process_batched(Line("s", 3))
+        assert count in (2, 3)  # the cancelled one was computed, or had not begun
+        waiting = [
+            asyncio.create_task(session.process_batched(Line("s", number))) for number in (4, 5, 6)
+        ]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        assert (await waiting[0])[1] == count + 1
+        assert (await waiting[2])[1] == count + 2
+
+
+@one_loop
+async def test_the_wait_for_earlier_calls_counts() -> None:
+    async with DynBatcher(Diary, model_args=(0.3,)) as batcher, batcher.session() as session:
+        first = asyncio.create_task(session.process_batched(Line("s", 1)))
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceededError, match="earlier calls"):
+            await session.process_batched(Line("s", 2), timeout=0.01)
+        assert await first == ("s", 1, 1)
+        with pytest.raises(ConfigurationError, match="timeout"):
+            await session.process_batched(Line("s", 2), timeout=-1)
+
+
+@one_loop
+@every_place
+async def test_sessions_end_while_the_batcher_drains(place: Any) -> None:
+    async with DynBatcher(Diary, **place, drain_timeout=LIMIT) as batcher:
+        session = batcher.session()
+        await session.process_batched(Line("s", 1))
+        batcher.begin_drain()
+        assert await session.process_batched(Line("s", 2)) == ("s", 2, 1)
+        with pytest.raises(BatcherClosedError):
+            await batcher.session().process_batched(Line("t", 1))
+        closing = asyncio.create_task(batcher.aclose())
+        for number in range(3, 9):
+            assert await session.process_batched(Line("s", number)) == ("s", number, 1)
+            assert not closing.done()
+        await session.aclose()
+        await closing
+        with pytest.raises(SessionLostError):
+            await session.process_batched(Line("s", 9))
+
+
+@one_loop
+@every_place
+async def test_a_closed_batcher_that_opens_again_has_none_of_the_sessions(place: Any) -> None:
+    batcher = DynBatcher(Diary, **place, drain_timeout=0.01)
+    async with batcher:
+        session = batcher.session()
+        await session.process_batched(Line("s", 1))
+    async with batcher:
+        with pytest.raises(SessionLostError, match="batcher was closed"):
+            await session.process_batched(Line("s", 2))
+        await session.aclose()
+        assert await speak(batcher, "t", 2) == 1
+
+
+@one_loop
+@own
+async def test_closing_fails_a_call_that_waits_and_not_one_that_runs(place: Any) -> None:
+    async with DynBatcher(Diary, **place, model_args=(0.05,), max_batch_size=1) as batcher:
+        session = batcher.session()
+        await session.process_batched(Line("s", 1))
+        running = asyncio.create_task(session.process_batched(Line("s", 2)))
+        await until(lambda: batcher.stats.running == 1)
+        behind = asyncio.create_task(session.process_batched(Line("s", 3)))
+        await asyncio.sleep(0)
+        await session.aclose()
+        assert await running == ("s", 2, 1)
+        with pytest.raises(SessionLostError):
+            await behind
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_place
+async def test_calls_without_a_session_have_a_state_of_their_own(place: Any) -> None:
+    async with DynBatcher(Diary, **place) as batcher:
+        lines = [Line(f"s{number}", number) for number in range(9)]
+        answers = await batcher.process_many(lines)
+        assert [answer[:2] for answer in answers] == [(line.name, 1) for line in lines]
+        assert await live(batcher) == 0
+
+
+@one_loop
+@every_place
+async def test_large_inputs_of_sessions(place: Any) -> None:
+    """They lie in shared memory where there is some; the model may keep views in its states."""
+    async with DynBatcher(Framed, **place) as batcher, batcher.session() as session:
+        for number in range(1, 6):
+            frame = np.full(50_000, number, np.float32)
+            assert await session.process_batched(frame) == [
+                float(one) for one in range(1, number + 1)
+            ]
+
+
+@one_loop
+async def test_a_model_named_by_a_text() -> None:
+    name: Any = "models.remembering:Diary"
+    async with DynBatcher(name) as batcher:
+        assert await speak(batcher, "s", 3) == 1
+    other: Any = "models.ordinary:Slow"
+    async with DynBatcher(other, model_args=(0.0,)) as batcher, batcher.session() as session:
+        with pytest.raises(ConfigurationError, match="SessionModel"):
+            await session.process_batched(0)
+
+
+def test_sessions_of_other_models_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="SessionModel"):
+        DynBatcher(Slow).session()
+    with pytest.raises(ConfigurationError, match="no cache"):
+        DynBatcher(Diary, cache=LRUCache(9)).session()
+    with pytest.raises(ConfigurationError, match="timeout"):
+        DynBatcher(Diary).session(timeout=0)
+
+
+def test_a_model_with_states_has_one_infer_with_two_arguments() -> None:
+    class Forgetful(SessionModel[int, int, int]):
+        def begin(self) -> int:
+            return 0
+
+        def infer(self, inputs: Any) -> Any:  # type: ignore[override]
+            return inputs
+
+    class Prepares(Diary):
+        def prepare(self, value: Any) -> Any:
+            return value
+
+    with pytest.raises(ConfigurationError, match="exactly two arguments"):
+        DynBatcher(Forgetful)
+    with pytest.raises(ConfigurationError, match="SessionModel cannot have prepare"):
+        DynBatcher(Prepares)
+
+
+async def go_on(session: BatchSession[Line, Any]) -> None:
+    for number in range(2, 10**9):
+        await session.process_batched(Line("s", number))
+
+
+@one_loop
+async def test_sessions_of_a_dead_host() -> None:
+    async with DynBatcher(Diary, shared=True) as batcher, batcher.session() as session:
+        await session.process_batched(Line("s", 1))
+        os.kill(host_of(batcher), signal.SIGKILL)
+        with pytest.raises(SessionLostError, match="host process died"):
+            await go_on(session)
+        assert await speak(batcher, "t", 3) == 1
+
+
+async def act(batcher: DynBatcher[Any, Any], rng: random.Random, name: str) -> None:
+    """Do what one caller may do, and check what it gets: its own state, or a typed error."""
+    count = 0
+    session: BatchSession[Line, Any] = batcher.session(timeout=LIMIT)
+    try:
+        for number in range(1, rng.randint(1, 12)):
+            what = rng.choices(["", "fail", "raise"], [30, 2, 1])[0]
+            call = asyncio.create_task(session.process_batched(Line(name, number, what)))
+            if rng.random() < 0.1:
+                for _ in range(rng.randint(0, 30)):
+                    await asyncio.sleep(0)
+                call.cancel()
+            await asyncio.wait([call])
+            if call.cancelled():
+                continue
+            error = call.exception()
+            if isinstance(error, SessionLostError):
+                return
+            assert not isinstance(error, Mixed), error
+            if error is not None:
+                assert isinstance(error, InferenceError), error
+                assert str(error) in ("not this one", "all of them")
+                continue
+            found, seen, _ = call.result()
+            assert found == name
+            assert count < seen <= number
+            count = seen
+    finally:
+        await session.aclose()
+
+
+async def disturb(batcher: DynBatcher[Any, Any], rng: random.Random, place: Any) -> None:
+    """Kill, reload and scale, once in a schedule."""
+    for _ in range(rng.randint(0, 40)):
+        await asyncio.sleep(0)
+    what = rng.choice(["kill", "reload", "scale", "none"])
+    if what == "kill" and place != PLACES["threads"]:
+        for pid in pids_of(batcher)[:1]:
+            os.kill(pid, signal.SIGKILL)
+    elif what == "reload":
+        try:
+            await batcher.reload()
+        except BatcherError:
+            assert place != PLACES["threads"], "a worker was killed meanwhile"
+    elif what == "scale":
+        batcher.reconfigure(num_workers=rng.randint(1, 2))
+
+
+@one_loop
+@every_place
+async def test_random_schedules(place: Any) -> None:
+    """No call on the state of another session, none twice, none out of order; every call ends."""
+    rounds = int(os.environ.get("SESSION_ROUNDS", "100")) // 20
+    options: dict[str, Any] = {"max_restarts": 10**6, "restart_backoff": 0.001, "timeout": LIMIT}
+    async with DynBatcher(Diary, **place, num_workers=2, max_batch_size=6, **options) as batcher:
+        for seed in range(rounds):
+            rng = random.Random(seed)
+            callers = [
+                act(batcher, rng, f"s{seed}.{number}") for number in range(rng.randint(1, 25))
+            ]
+            await asyncio.gather(*callers, disturb(batcher, rng, place))
+        await until(lambda: batcher.stats.sessions == batcher.stats.running == 0)
+        assert_balance(batcher)
+
+
+@one_loop
+async def test_in_the_test_kit() -> None:
+    with BatcherKit():
+        async with DynBatcher(Diary) as batcher:
+            assert await speak(batcher, "s", 3) == 1
