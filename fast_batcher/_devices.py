@@ -101,8 +101,7 @@ def _visible_devices(environ: Mapping[str, str]) -> list[str] | None:
 def _place(
     name: str, devices: Sequence[str], sharers: int, environ: Mapping[str, str]
 ) -> Placement:
-    gpu = _GPU.fullmatch(name)
-    if gpu is not None:
+    if gpu := _GPU.fullmatch(name):
         return Placement("cuda:0", _select_gpu(int(gpu[1]), devices, environ))
     # The empty list of GPUs hides them from libraries that would use one by default.
     if name == "cpu":

@@ -191,10 +191,15 @@ async def test_missing_program_is_an_error_at_opening(
     await batcher.aclose()
 
 
-async def test_auto_devices_without_a_gpu_need_no_daemon(
-    mps: MpsPrograms, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("devices", ["auto", "cpu"])
+@pytest.mark.parametrize("shared", [False, True])
+async def test_workers_without_a_gpu_need_no_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str, *, shared: bool
 ) -> None:
+    """The control program is missing, as on most machines without a GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    async with DynBatcher(Echo, devices="auto", workers_per_device=2, mps=True) as batcher:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    async with DynBatcher(
+        Echo, devices=devices, workers_per_device=2, mps=True, shared=shared
+    ) as batcher:
         assert await batcher.process_batched(1) == 1
-    assert mps.daemons() == {}
