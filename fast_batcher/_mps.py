@@ -15,9 +15,11 @@ import signal
 import subprocess
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from fast_batcher._devices import Placement
 from fast_batcher._process import at_fork, monotonic
 from fast_batcher.errors import ConfigurationError, WorkerStartupError
 
@@ -109,6 +111,12 @@ class MpsDaemon:
             one = self._started.pop()
             one.close_lifeline()
             one.guard.returncode = 0  # else `subprocess` warns that it still runs
+
+
+def share_gpus(placements: list[Placement]) -> list[Placement]:
+    """Give the workers of each GPU a daemon."""
+    daemons = {gpu: MpsDaemon(gpu) for each in placements if (gpu := each.visible_devices)}
+    return [replace(each, mps=daemons.get(each.visible_devices or "")) for each in placements]
 
 
 def _launch(gpu: str) -> _Guarded:
