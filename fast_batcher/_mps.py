@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fast_batcher._devices import Placement
+from fast_batcher._devices import Placement, share_cores
 from fast_batcher._process import at_fork, monotonic
 from fast_batcher.errors import ConfigurationError, WorkerStartupError
 
@@ -60,8 +60,7 @@ class _Guarded(NamedTuple):
     def is_alive(self) -> bool:
         # The guard stays a zombie, so that no other process gets the id of its group.
         with suppress(ChildProcessError):
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.guard.pid, options) is None
+            return os.waitid(os.P_PID, self.guard.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         return False
 
     def close_lifeline(self) -> None:
@@ -113,9 +112,17 @@ class MpsDaemon:
 
 
 def share_gpus(placements: list[Placement]) -> list[Placement]:
-    """Give the workers of each GPU a daemon."""
-    daemons = {gpu: MpsDaemon(gpu) for each in placements if (gpu := each.visible_devices)}
-    return [replace(each, mps=daemons.get(each.visible_devices or "")) for each in placements]
+    """Give the workers of each GPU a daemon, and each of them cores of its own.
+
+    A worker launches kernels from one thread, which would lose time on the core of another.
+    """
+    gpus = [one.visible_devices for one in placements]
+    daemons = {gpu: MpsDaemon(gpu) for gpu in gpus if gpu}
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return [
+        replace(one, mps=daemons[gpu], cores=share_cores(cores, index, len(gpus))) if gpu else one
+        for index, (one, gpu) in enumerate(zip(placements, gpus, strict=True))
+    ]
 
 
 def _launch(gpu: str) -> _Guarded:

@@ -440,7 +440,7 @@ class Settings:
         "Devices of the workers, which take them in turn; replaces `num_workers`.",
     ] = None
     workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
-    mps: Annotated[bool, SWITCH, "Whether the workers of a GPU share it by NVIDIA MPS."] = False
+    mps: Annotated[bool, SWITCH, "Whether pinned workers share a GPU by NVIDIA MPS."] = False
     stage_threads: Annotated[
         int | None,
         WORKERS,

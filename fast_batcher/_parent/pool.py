@@ -129,9 +129,8 @@ class Pool:
         self.fleet = Fleet(settings.fewest_workers, model_spec, lambda: Restarts(*budget))
         # The replicas take these in turn. The devices are those of the opening, whatever the
         # program changes later.
-        self._placements = place_workers(settings.devices, self.fleet.count, os.environ)
-        if settings.mps:
-            self._placements = share_gpus(self._placements)
+        placements = place_workers(settings.devices, self.fleet.count, os.environ)
+        self._placements = share_gpus(placements) if settings.mps else placements
         # The timer of the next start; and the future of the reload that runs.
         self._reconcile_timer: asyncio.TimerHandle | None = None
         self._reloaded: asyncio.Future[None] | None = None
@@ -552,9 +551,8 @@ class Pool:
         for replica in self.fleet.replicas.values():
             replica.worker = replica.successor = None
         self._spawner.stop()
-        for placement in self._placements:
-            if placement.mps is not None:
-                placement.mps.close()
+        for daemon in {placement.mps for placement in self._placements} - {None}:
+            daemon.close()
         for worker in [*self.workers.values()]:
             worker.is_serving = False
             self._remove(worker)  # the last wakes an `aclose` that waits
