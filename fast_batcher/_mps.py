@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fast_batcher._devices import Placement, share_cores
+from fast_batcher._devices import VISIBLE_DEVICES, Placement, share_cores
 from fast_batcher._process import at_fork, monotonic
 from fast_batcher.errors import ConfigurationError, WorkerStartupError
 
@@ -96,7 +96,7 @@ class MpsDaemon:
                 raise
         # The clients of a daemon count the GPUs that it sees.
         gpu = "0" if self._gpu.isdecimal() else self._gpu
-        return self._started[-1].variables | {"CUDA_VISIBLE_DEVICES": gpu}
+        return self._started[-1].variables | {VISIBLE_DEVICES: gpu}
 
     def close(self) -> None:
         """Kill the daemon and its server; the workers are dead."""
@@ -114,7 +114,7 @@ class MpsDaemon:
 def share_gpus(placements: list[Placement]) -> list[Placement]:
     """Give the workers of each GPU a daemon, and each of them cores of its own.
 
-    A worker launches kernels from one thread, which would lose time on the core of another.
+    The thread of a worker that launches kernels would lose time if it shared a core with another's.
     """
     gpus = [one.visible_devices for one in placements]
     daemons = {gpu: MpsDaemon(gpu) for gpu in gpus if gpu}
@@ -136,7 +136,7 @@ def _launch(gpu: str) -> _Guarded:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **variables, "CUDA_VISIBLE_DEVICES": gpu},
+        env={**os.environ, **variables, VISIBLE_DEVICES: gpu},
         start_new_session=True,
     )
     return _Guarded(guard, directory, variables)
