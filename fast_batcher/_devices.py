@@ -9,7 +9,7 @@ import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -101,8 +101,7 @@ def _visible_devices(environ: Mapping[str, str]) -> list[str] | None:
 def _place(
     name: str, devices: Sequence[str], sharers: int, environ: Mapping[str, str]
 ) -> Placement:
-    gpu = _GPU.fullmatch(name)
-    if gpu is not None:
+    if gpu := _GPU.fullmatch(name):
         return Placement("cuda:0", _select_gpu(int(gpu[1]), devices, environ))
     # The empty list of GPUs hides them from libraries that would use one by default.
     if name == "cpu":
@@ -170,6 +169,16 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+
+
+def share_cores(cores: Collection[int], index: int, count: int) -> frozenset[int] | None:
+    """Divide the cores among `count` workers, in the order of their numbers.
+
+    Returns:
+        The cores of the worker with this index, or None if there are fewer cores than workers.
+    """
+    first, end = len(cores) * index // count, len(cores) * (index + 1) // count
+    return frozenset(sorted(cores)[first:end]) if len(cores) >= count else None
 
 
 class CoreClaim:

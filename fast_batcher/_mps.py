@@ -15,15 +15,18 @@ import signal
 import subprocess
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from fast_batcher._devices import VISIBLE_DEVICES, Placement, share_cores
 from fast_batcher._process import at_fork, monotonic
 from fast_batcher.errors import ConfigurationError, WorkerStartupError
 
-CONTROL = "nvidia-cuda-mps-control"
-# Arguments: the control program, and the directory of the daemon. The shell ends with the daemon.
-# The reader of the lifeline stays: the server of a daemon that has died serves its workers on.
+_CONTROL = "nvidia-cuda-mps-control"
+# Arguments: the control program, and the directory of the daemon. The daemon runs in the foreground
+# (-f), so that it stays in the process group that is killed. The shell ends with the daemon. The
+# reader of the lifeline stays: the server of a daemon that has died serves its workers on.
 _GUARD = """\
 exec 3<&0
 "$1" -f 3<&- &
@@ -36,15 +39,13 @@ wait "$daemon"
 _START_TIMEOUT = 10.0
 
 
-def find_control() -> str:
-    """Return the path of the control program of MPS, which is a part of NVIDIA's driver."""
-    path = shutil.which(CONTROL)
-    if path is None:
+def check_control() -> None:
+    """Check that the control program of MPS is installed, which is a part of NVIDIA's driver."""
+    if shutil.which(_CONTROL) is None:
         raise ConfigurationError(
-            f"mps=True: there is no {CONTROL} in PATH; install NVIDIA's driver with it (in a "
+            f"mps=True: there is no {_CONTROL} in PATH; install NVIDIA's driver with it (in a "
             "container: with the driver capability 'compute'), or omit mps"
         )
-    return path
 
 
 class _Guarded(NamedTuple):
@@ -59,8 +60,7 @@ class _Guarded(NamedTuple):
     def is_alive(self) -> bool:
         # The guard stays a zombie, so that no other process gets the id of its group.
         with suppress(ChildProcessError):
-            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.guard.pid, options) is None
+            return os.waitid(os.P_PID, self.guard.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         return False
 
     def close_lifeline(self) -> None:
@@ -96,7 +96,7 @@ class MpsDaemon:
                 raise
         # The clients of a daemon count the GPUs that it sees.
         gpu = "0" if self._gpu.isdecimal() else self._gpu
-        return self._started[-1].variables | {"CUDA_VISIBLE_DEVICES": gpu}
+        return self._started[-1].variables | {VISIBLE_DEVICES: gpu}
 
     def close(self) -> None:
         """Kill the daemon and its server; the workers are dead."""
@@ -111,42 +111,58 @@ class MpsDaemon:
             one.guard.returncode = 0  # else `subprocess` warns that it still runs
 
 
+def share_gpus(placements: list[Placement]) -> list[Placement]:
+    """Give the workers of each GPU a daemon, and each of them cores of its own.
+
+    The thread of a worker that launches kernels would lose time if it shared a core with another's.
+    """
+    gpus = [one.visible_devices for one in placements]
+    daemons = {gpu: MpsDaemon(gpu) for gpu in gpus if gpu}
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return [
+        replace(one, mps=daemons[gpu], cores=share_cores(cores, index, len(gpus))) if gpu else one
+        for index, (one, gpu) in enumerate(zip(placements, gpus, strict=True))
+    ]
+
+
 def _launch(gpu: str) -> _Guarded:
-    control = find_control()
     directory = tempfile.mkdtemp(prefix="fast_batcher-mps-")
     variables = {
         f"CUDA_MPS_{name}_DIRECTORY": tempfile.mkdtemp(prefix=name, dir=directory)
         for name in ("PIPE", "LOG")
     }
     guard = subprocess.Popen(
-        ["/bin/sh", "-c", _GUARD, "fast_batcher-mps", control, directory],
+        ["/bin/sh", "-c", _GUARD, "fast_batcher-mps", _CONTROL, directory],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **variables, "CUDA_VISIBLE_DEVICES": gpu},
+        env={**os.environ, **variables, VISIBLE_DEVICES: gpu},
         start_new_session=True,
     )
     return _Guarded(guard, directory, variables)
 
 
 def _wait_until_ready(daemon: _Guarded) -> None:
-    """Wait until the daemon answers, and raise its log if it does not."""
+    """Ask the daemon until it answers; raise its log if it does not.
+
+    A worker that finds no daemon would use the GPU without MPS. NVIDIA documents no event for a
+    daemon in the foreground; a file in the directory does not show that the daemon listens.
+    """
     deadline = monotonic() + _START_TIMEOUT
     while daemon.is_alive and monotonic() < deadline:
-        with suppress(subprocess.TimeoutExpired):
-            answer = subprocess.run(
-                [find_control()],
+        with suppress(subprocess.SubprocessError):
+            subprocess.run(
+                [_CONTROL],  # it exits with 0 if it has reached the daemon
                 input=b"get_default_active_thread_percentage\n",
                 env={**os.environ, **daemon.variables},
                 capture_output=True,
                 timeout=_START_TIMEOUT,
-                check=False,
+                check=True,
             )
-            if answer.returncode == 0:
-                return
+            return
     logs = Path(daemon.directory).glob("LOG*/*")
     log = "".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
     raise WorkerStartupError(
-        f"mps=True: {CONTROL} has ended, or does not answer; its log ends with "
+        f"mps=True: {_CONTROL} has ended, or does not answer; its log ends with "
         f"{log[-1000:]!r}; omit mps if the GPU does not support it"
     )

@@ -35,7 +35,7 @@ from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import STATE_OPEN, Event, Request, State
 from fast_batcher._devices import CoreClaim
-from fast_batcher._mps import find_control
+from fast_batcher._mps import check_control
 from fast_batcher._process import frozen
 from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
@@ -1004,7 +1004,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if settings.workers != "threads":
             _check_platform()
         if settings.mps:
-            find_control()
+            check_control()
         if settings.has_host:
             # Most programs need no host.
             from fast_batcher._host.client import RemoteSession

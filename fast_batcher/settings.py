@@ -443,7 +443,7 @@ class Settings:
         "Devices of the workers, which take them in turn; replaces `num_workers`.",
     ] = None
     workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
-    mps: Annotated[bool, SWITCH, "Whether the workers of a GPU share it by NVIDIA MPS."] = False
+    mps: Annotated[bool, SWITCH, "Whether pinned workers share a GPU by NVIDIA MPS."] = False
     stage_threads: Annotated[
         int | None,
         WORKERS,
@@ -494,7 +494,10 @@ class Settings:
         self._resolve_devices()
 
     def _resolve_devices(self) -> None:
-        """Replace `devices` by names of existing devices, and `num_workers` by their workers."""
+        """Replace `devices` by names of existing devices, and `num_workers` by their workers.
+
+        `mps` is turned off where no worker uses a GPU.
+        """
         if self.devices is None:
             if self.workers_per_device != 1:
                 raise ConfigurationError(
@@ -513,6 +516,7 @@ class Settings:
         place_workers(devices, count, os.environ)
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "num_workers", count)
+        object.__setattr__(self, "mps", self.mps and "cuda" in "".join(devices))
 
     def _take_workers(self) -> None:
         """Take what `workers` implies, and refuse what has no effect with them."""

@@ -25,8 +25,9 @@ from fast_batcher._core.supervision import (
 class Replica:
     """The place of one worker, over the processes that follow each other.
 
-    A worker is any object with `model_spec`, `is_serving` (it has been ready, and lives) and
-    `is_ready` (it is serving, and is not being ended).
+    A worker is any object with `model_spec`, `is_serving` (it has been ready, and lives),
+    `is_ready` (it is serving, and is not being ended), `shared_device` (workers that share one lose
+    it together; None if it shares none) and `has_lost_device` (by the fault of another worker).
     """
 
     index: int
@@ -117,6 +118,13 @@ class Fleet:
                 return replica
         return None
 
+    def find_sharers(self, worker: Any) -> list[Any]:
+        """Return the workers that die with a worker whose device is lost."""
+        workers = [each for one in self.replicas.values() for each in (one.worker, one.successor)]
+        workers = [each for each in (*workers, *self._retired) if each not in (None, worker)]
+        device = worker.shared_device
+        return [each for each in workers if device is not None and each.shared_device == device]
+
     @property
     def is_loading(self) -> bool:
         """Whether a worker loads its model, or will be started soon, in a place without another."""
@@ -177,16 +185,17 @@ class Fleet:
             return None
         return self.lost(now, worker)
 
-    def lost(self, now: float, worker: Any, *, counts: bool = True) -> NextTry | None:
+    def lost(self, now: float, worker: Any) -> NextTry | None:
         """Record the death of a worker; return the next try if its place is empty now.
 
-        A death that does not count spends no restart, and another worker is started at once.
+        A worker that has lost its device spends no restart, and another is started at once.
         """
         self._retired.discard(worker)
         replica = self.find(worker)
         if replica is None:
             return None
         replica.worker, replica.successor, replica.is_due = replica.successor, None, False
+        counts = not worker.has_lost_device
         next_try = replica.restarts.lost(now) if counts else NextTry(0.0, is_given_up=False)
         if replica.worker is not None:
             return None
@@ -197,7 +206,7 @@ class Fleet:
     def _is_awaited(self, replica: Replica, worker: Any) -> bool:
         """Return whether a worker is the replacement that the reload waits for."""
         reload = self.reload
-        if reload is None or worker.model_spec is not reload.target:
+        if reload is None or worker.has_lost_device or worker.model_spec is not reload.target:
             return False
         return replica is reload.find_next(self.replicas.values())
 

@@ -16,7 +16,6 @@ for requests.
 
 import asyncio
 import atexit
-import dataclasses
 import functools
 import itertools
 import logging
@@ -38,7 +37,7 @@ from fast_batcher._core.supervision import (
 )
 from fast_batcher._core.values import Order
 from fast_batcher._devices import place_workers
-from fast_batcher._mps import MpsDaemon
+from fast_batcher._mps import share_gpus
 from fast_batcher._observers import Observers
 from fast_batcher._parent.staging import JobThread, MemoryService
 from fast_batcher._parent.worker_handle import BatchEvents, Exit, WorkerHandle, WorkerState
@@ -128,11 +127,10 @@ class Pool:
 
         budget = settings.max_restarts, settings.restart_window, settings.restart_backoff
         self.fleet = Fleet(settings.fewest_workers, model_spec, lambda: Restarts(*budget))
-        # The devices are those of the opening, whatever the program changes later.
-        self._environ = dict(os.environ)
-        place_workers(settings.devices, self.fleet.count, self._environ)  # which checks them
-        # The MPS daemons with `mps`, by the GPU.
-        self._daemons: dict[str, MpsDaemon] = {}
+        # The replicas take these in turn. The devices are those of the opening, whatever the
+        # program changes later.
+        placements = place_workers(settings.devices, self.fleet.count, os.environ)
+        self._placements = share_gpus(placements) if settings.mps else placements
         # The timer of the next start; and the future of the reload that runs.
         self._reconcile_timer: asyncio.TimerHandle | None = None
         self._reloaded: asyncio.Future[None] | None = None
@@ -180,18 +178,14 @@ class Pool:
         worker.set_timer(self.loop.call_later(TERMINATE_GRACE, worker.kill, context=Context()))
 
     def kill(self, worker_id: int) -> None:
-        """Kill a worker that cannot use its device any more; another takes its place.
-
-        The workers that share the GPU by MPS cannot use it any more, either.
-        """
+        """Kill a worker that cannot use its device any more, and those that die with it."""
         worker = self.workers[worker_id]
         worker.kill()
-        for other in [*self.workers.values()]:
-            if worker.mps is not None and other is not worker and other.mps is worker.mps:
-                other.has_lost_device = True
-                if other.is_serving:
-                    self._listener.worker_retired(other.id)
-                other.kill()
+        for other in self.fleet.find_sharers(worker):
+            other.has_lost_device = True
+            if other.is_serving:
+                self._listener.worker_retired(other.id)
+            other.kill()
 
     def kill_on_protocol_error(self, worker_id: int, error: Exception) -> None:
         """Kill a worker that broke the protocol, unless it is dead already."""
@@ -292,13 +286,13 @@ class Pool:
             replica = self.fleet.find(worker)
             if exit.is_node_lost and replica is not None and worker is replica.worker:
                 logger.warning("%s: %s; another takes its place", self._name, error)
-                self._follow_loss(replica, self._lose(worker))
+                self._follow_loss(replica, self.fleet.lost(monotonic(), worker))
             else:
                 self.start_failed(worker, error)
             return
         worker.is_serving = False
         replica = self.fleet.find(worker)
-        next_try = self._lose(worker)
+        next_try = self.fleet.lost(monotonic(), worker)
         self.heartbeat.answered(worker.id)
         if not (self.is_closing or exit.is_clean):
             # The log already says why the parent has ended it.
@@ -308,9 +302,6 @@ class Pool:
         self._tell(worker, "lost", exit.text)
         self._listener.worker_lost(worker.id, exit)
         self._follow_loss(replica, next_try)
-
-    def _lose(self, worker: WorkerHandle) -> NextTry | None:
-        return self.fleet.lost(monotonic(), worker, counts=not worker.has_lost_device)
 
     def _follow_loss(self, replica: Replica | None, next_try: NextTry | None) -> None:
         """Report spent restarts, and start what takes the place of a lost worker."""
@@ -394,18 +385,13 @@ class Pool:
         """Start the worker of a replica without one, or the successor of its worker."""
         if self.is_closing:  # an observer has ended the pool
             return
-        count = max(self.fleet.count, replica.index + 1)
         slabs = self._memory.slabs
-        placement = place_workers(self._settings.devices, count, self._environ)[replica.index]
-        if self._settings.mps and (gpu := placement.visible_devices):
-            daemon = self._daemons.setdefault(gpu, MpsDaemon(gpu))
-            placement = dataclasses.replace(placement, mps=daemon)
         worker = self._make_worker(
             next(self._ids),
             replica.index,
             replica.model,
             self._settings,
-            placement,
+            self._placements[replica.index % len(self._placements)],
             slabs if isinstance(slabs, Slabs) else None,
             self,
             self._listener,
@@ -565,8 +551,8 @@ class Pool:
         for replica in self.fleet.replicas.values():
             replica.worker = replica.successor = None
         self._spawner.stop()
-        while self._daemons:
-            self._daemons.popitem()[1].close()
+        for daemon in {placement.mps for placement in self._placements} - {None}:
+            daemon.close()
         for worker in [*self.workers.values()]:
             worker.is_serving = False
             self._remove(worker)  # the last wakes an `aclose` that waits

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._core.values import Batch, Failed, Failure, Order, Request, Step
 from fast_batcher._devices import Placement
-from fast_batcher._mps import MpsDaemon
 from fast_batcher._process import SIGKILL, monotonic
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.pickling import SerializedError
@@ -185,6 +184,10 @@ class WorkerHandle(ABC):
         self.model_spec = model_spec
         self._settings = settings
         self._placement = placement
+        # The MPS daemon of its GPU, None without one.
+        self.shared_device = placement.mps
+        # Another worker of its GPU had an error that ends every process that uses the GPU.
+        self.has_lost_device = False
         self._slabs = slabs
         self._events = events
         self.listener = listener
@@ -197,8 +200,6 @@ class WorkerHandle(ABC):
         self.batches = 0
         # The worker takes no further batches.
         self.was_asked_to_end = False
-        # Another worker of its GPU had an error that ends every process that uses the GPU.
-        self.has_lost_device = False
         self._timer: TimerHandle | None = None
         self._loop: AbstractEventLoop | None = None
         self.is_attached = False
@@ -299,12 +300,6 @@ class WorkerHandle(ABC):
     def is_sending(self) -> bool:
         """Return whether delayed batches were sent since the last call, or are not ready yet."""
         return False
-
-    @property
-    def mps(self) -> MpsDaemon | None:
-        """The MPS daemon of its GPU, None without one."""
-        daemon: MpsDaemon | None = self._placement.mps
-        return daemon
 
     # Events of the worker.
 

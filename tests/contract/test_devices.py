@@ -14,7 +14,7 @@ from programs import run_command
 from waits import until
 
 from fast_batcher import ConfigurationError, DynBatcher
-from fast_batcher._devices import find_gpus, place_workers
+from fast_batcher._devices import find_gpus, place_workers, share_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -95,6 +95,20 @@ async def test_environment_is_unchanged_without_devices() -> None:
     async with DynBatcher(Placed) as batcher:
         ((_, *place),) = await places(batcher)
     assert place[:3] == ["cpu", None, CORES]
+
+
+@pytest.mark.parametrize(
+    ("count", "shares"),
+    [
+        (1, [{1, 2, 4, 5, 7}]),
+        (2, [{1, 2}, {4, 5, 7}]),
+        (3, [{1}, {2, 4}, {5, 7}]),
+        (5, [{1}, {2}, {4}, {5}, {7}]),
+        (6, [None] * 6),
+    ],
+)
+def test_cores_are_divided_evenly(count: int, shares: list[set[int] | None]) -> None:
+    assert [share_cores({7, 5, 4, 2, 1}, index, count) for index in range(count)] == shares
 
 
 def test_pinned_workers_of_one_device_share_its_threads() -> None:

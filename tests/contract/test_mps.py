@@ -64,16 +64,26 @@ async def test_each_gpu_has_a_daemon_of_its_own(
         # The workers of a daemon count the GPUs that it sees.
         by_gpu = {gpu: name for name, (_, _, gpu) in daemons.items()}
         assert sorted(by_gpu) == ["3", "GPU-aa"]
-        assert [(device, gpu) for device, gpu, _ in found] == [
+        assert [(device, gpu) for device, gpu, *_ in found] == [
             *[("cuda:0", "0")] * 2,
             *[("cuda:0", "GPU-aa")] * 2,
         ]
-        folders = [Path(directory).parent for _, _, directory in found]
+        folders = [Path(directory).parent for _, _, directory, _ in found]
         assert [one.name for one in folders] == [by_gpu["3"]] * 2 + [by_gpu["GPU-aa"]] * 2
         watch = mps.watch()
     with watch:
         assert watch.survivors(LIMIT) == []
     await until(lambda: not any(one.exists() for one in folders))
+
+
+async def test_workers_are_pinned_to_cores_of_their_own(mps: MpsPrograms, tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    async with make(tmp_path) as batcher:
+        shares = [share for *_, share in (await find_places(batcher)).values()]
+        assert len(mps.daemons()) == 1
+    assert set().union(*shares) == cores
+    # On a machine with one core both workers have it.
+    assert sum(map(len, shares)) == max(2, len(cores))
 
 
 async def test_a_dead_daemon_is_replaced_before_the_next_worker(
@@ -90,7 +100,7 @@ async def test_a_dead_daemon_is_replaced_before_the_next_worker(
         await until(lambda: batcher.stats.restarts == 1)
         after = await find_places(batcher)
         assert len(mps.daemons()) == 2
-        assert len({directory for *_, directory in after.values()}) == 2
+        assert len({directory for _, _, directory, _ in after.values()}) == 2
         assert first in str(after[max(before)])
         assert batcher.stats.failed == 0
         watch = mps.watch()
@@ -191,10 +201,15 @@ async def test_missing_program_is_an_error_at_opening(
     await batcher.aclose()
 
 
-async def test_auto_devices_without_a_gpu_need_no_daemon(
-    mps: MpsPrograms, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("devices", ["auto", "cpu"])
+@pytest.mark.parametrize("shared", [False, True])
+async def test_workers_without_a_gpu_need_no_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str, *, shared: bool
 ) -> None:
+    """The control program is missing, as on most machines without a GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    async with DynBatcher(Echo, devices="auto", workers_per_device=2, mps=True) as batcher:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    async with DynBatcher(
+        Echo, devices=devices, workers_per_device=2, mps=True, shared=shared
+    ) as batcher:
         assert await batcher.process_batched(1) == 1
-    assert mps.daemons() == {}

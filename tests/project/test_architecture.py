@@ -207,7 +207,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors", "_devices", "observing", "types"},
     "configuration": {"errors", "settings"},
     "_devices": {"errors"},
-    "_mps": {"_process", "errors"},
+    "_mps": {"_devices", "_process", "errors"},
     "encoding": {"_arrays.kinds"},
     "_independence": {"_arrays.kinds", "_arrays.trees"},
     "ray": {"errors", "settings"},

@@ -1,6 +1,7 @@
 """The fleet: what is started, replaced and ended, in virtual time."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,8 @@ class Process:
     """A worker as the fleet sees it."""
 
     model_spec: object
+    shared_device: str | None = None
+    has_lost_device: bool = False
     is_ready: bool = False
     is_serving: bool = False
 
@@ -24,8 +27,11 @@ class Process:
 class Pool:
     """Carries out what the fleet decides; workers are ready, fail and die as a test says."""
 
-    def __init__(self, count: int, max_restarts: int | None = None) -> None:
+    def __init__(
+        self, count: int, max_restarts: int | None = None, devices: Sequence[str | None] = (None,)
+    ) -> None:
         self.fleet = Fleet(count, "old", lambda: Restarts(max_restarts, WINDOW, BACKOFF))
+        self.devices = devices
         self.now = 0.0
         self.ended: list[EndWorker] = []
         self.most_at_once = 0
@@ -41,7 +47,8 @@ class Pool:
         self.most_at_once = max(self.most_at_once, len(successors))
 
     def start(self, replica: Replica) -> None:
-        process = Process(replica.model)
+        device = self.devices[replica.index % len(self.devices)]
+        process = Process(replica.model, device)
         if replica.worker is None:
             replica.worker = process
         else:
@@ -71,10 +78,19 @@ class Pool:
         self.fleet.failed(self.now, process, error or OSError("no weights"))
         self.act()
 
-    def lose(self, process: Process, *, counts: bool = True) -> None:
+    def lose(self, process: Process) -> None:
         process.is_ready = process.is_serving = False
-        self.fleet.lost(self.now, process, counts=counts)
+        self.fleet.lost(self.now, process)
         self.act()
+
+    def lose_device(self, process: Process) -> list[Process]:
+        """Kill the processes that the fleet names, too; return them."""
+        others: list[Process] = self.fleet.find_sharers(process)
+        for each in others:
+            each.has_lost_device = True
+        for each in (process, *others):
+            each.is_ready = False
+        return others
 
     def wait(self) -> None:
         """Go on to the next moment that the fleet has named."""
@@ -88,9 +104,11 @@ class Pool:
             self.ready(self.loading[0])
 
 
-def opened(count: int, max_restarts: int | None = None) -> Pool:
+def opened(
+    count: int, max_restarts: int | None = None, devices: Sequence[str | None] = (None,)
+) -> Pool:
     """Return a pool of which all workers are ready."""
-    pool = Pool(count, max_restarts)
+    pool = Pool(count, max_restarts, devices)
     assert len(pool.loading) == count
     assert (pool.fleet.is_loading, pool.fleet.all_were_ready) == (True, False)
     assert [pool.ready(process) for process in pool.loading] == [False] * count
@@ -123,13 +141,52 @@ def test_spent_restarts_are_given_up_until_a_worker_is_ready() -> None:
     assert not pool.fleet.is_failing
 
 
-def test_death_that_does_not_count_spends_no_restart() -> None:
-    pool = opened(2, max_restarts=0)
-    pool.lose(pool.processes[0], counts=False)
+def test_workers_of_a_device_die_together() -> None:
+    pool = opened(6, devices=["a", None, "b"])
+    first, alone, second, third, *_ = pool.processes
+    assert pool.lose_device(alone) == [], "it shares no device"
+    assert pool.lose_device(first) == [third]
+    assert second.is_ready
+
+
+def test_only_the_worker_with_the_fault_spends_a_restart() -> None:
+    pool = opened(2, max_restarts=0, devices=["a"])
+    first, second = pool.processes
+    pool.lose_device(first)
+    pool.lose(first)
+    assert (pool.loading, pool.fleet.is_failing) == ([], True)
+    pool.lose(second)
     (process,) = pool.loading  # without a back-off
     assert pool.ready(process)
     pool.lose(process)
-    assert pool.fleet.is_failing
+    assert pool.fleet.is_given_up
+
+
+def test_workers_without_places_die_with_their_device() -> None:
+    pool = opened(3, devices=["a"])
+    first, second, third = pool.processes
+    pool.fleet.count = 2
+    pool.act()
+    assert pool.fleet.find(third) is None, "it finishes its batches"
+    assert pool.lose_device(first) == [second, third]
+    pool.lose(third)
+    assert pool.fleet.find_sharers(first) == [second]
+
+
+def test_successor_that_dies_with_its_device_does_not_fail_the_reload() -> None:
+    pool = opened(2, devices=["a"])
+    reload = pool.fleet.begin_reload("new")
+    pool.act()
+    first, successor, second = pool.processes
+    assert pool.lose_device(second) == [first, successor]
+    pool.fail(successor)
+    assert (reload.error, pool.loading) == (None, [])
+    pool.lose(first)
+    pool.load_all()
+    pool.lose(second)
+    pool.wait()
+    pool.load_all()
+    assert (pool.models, reload.error, reload.is_over) == (["new", "new"], None, True)
 
 
 def test_all_restarts_are_spent() -> None:

@@ -13,6 +13,7 @@ class Sharer(InferenceModel[Any, Any]):
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
+        self._cores = tuple(sorted(os.sched_getaffinity(0)))
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         if "hold" in inputs:
@@ -23,4 +24,4 @@ class Sharer(InferenceModel[Any, Any]):
         if "always" in inputs:
             raise RuntimeError("CUDA error: device-side assert triggered")
         place = [os.environ[f"CUDA_{name}"] for name in ("VISIBLE_DEVICES", "MPS_PIPE_DIRECTORY")]
-        return [(os.getpid(), self.device, *place) for _ in inputs]
+        return [(os.getpid(), self.device, *place, self._cores) for _ in inputs]
