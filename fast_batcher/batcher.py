@@ -71,6 +71,7 @@ from fast_batcher.model import (
     warn_about_hooks,
 )
 from fast_batcher.observing import Observer
+from fast_batcher.policy import BatchPolicy
 from fast_batcher.settings import (
     LIVE_OPTIONS,
     OBSERVERS,
@@ -132,7 +133,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         policy: Rule for the moment at which a batch that is not full leaves. "greedy": as soon as a
             worker is free. "adaptive": like "greedy", but a batch is held for a moment if callers
             are expected to send their next requests soon and a larger batch is worth the wait.
-            "fixed": `max_delay` seconds after its first request.
+            "fixed": `max_delay` seconds after its first request. Or a rule of your own, a
+            `fast_batcher.policy.BatchPolicy`.
         max_latency: Seconds from its arrival within which a request should be answered, or None. A
             request is rejected at once if it cannot be answered in that time, as predicted from
             the batches so far, and dropped if it becomes late while it waits and others can run in
@@ -179,7 +181,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         model_args: Sequence[Any] = (),
         model_kwargs: Mapping[str, Any] | None = None,
         num_workers: int | tuple[int, int] = 1,
-        policy: PolicyName = "adaptive",
+        policy: PolicyName | BatchPolicy = "adaptive",
         max_latency: float | None = None,
         max_queue_size: int | None = None,
         timeout: float | None = 30.0,

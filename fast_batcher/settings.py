@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Union, get_ar
 from fast_batcher._devices import check_devices, name_devices, place_workers
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.observing import Observer
+from fast_batcher.policy import BatchPolicy
 from fast_batcher.types import Cache
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
@@ -176,6 +177,15 @@ def _check_switch(name: str, value: object) -> None:
         raise ConfigurationError(f"{name}={value!r}: give True or False")
 
 
+def _check_policy(name: str, value: object) -> None:
+    is_rule = isinstance(value, BatchPolicy) and not isinstance(value, type)
+    if not is_rule and value not in get_args(PolicyName):
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: choose one of 'adaptive', 'greedy', 'fixed', or give an "
+            "object with a method hold(queue, times): see fast_batcher.policy.BatchPolicy"
+        )
+
+
 def _check_label(name: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise ConfigurationError(f"{name}={value!r}: give a printable, non-empty string or omit it")
@@ -323,8 +333,8 @@ class Settings:
         int | tuple[int, int], NUM_WORKERS, "Worker processes, each with a copy of the model."
     ] = 1
     policy: Annotated[
-        PolicyName,
-        choice(get_args(PolicyName)),
+        PolicyName | BatchPolicy,
+        Range("'adaptive', 'greedy', 'fixed' or a `BatchPolicy`", _check_policy),
         "Rule for the moment at which a batch that is not full leaves.",
     ] = "adaptive"
     max_latency: Annotated[
@@ -491,6 +501,11 @@ class Settings:
                 raise ConfigurationError(
                     f"{name}={value!r:.100}: it has no effect without {needed}; {remedy}"
                 )
+        if self.has_host and not isinstance(self.policy, str):
+            raise ConfigurationError(
+                f"policy={self.policy!r:.100}: the host process decides when batches leave, and "
+                "does not import the app; give a name, or omit shared= and RayWorkers"
+            )
         self._resolve_devices()
 
     def _resolve_devices(self) -> None:

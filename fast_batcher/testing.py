@@ -15,7 +15,7 @@ See docs/testing.md.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -397,9 +397,13 @@ class _KitParts(Parts):
     def __init__(self, kit: BatcherKit) -> None:
         self._kit = kit
 
-    def make_policy(self, settings: Settings, *, is_stepped: bool) -> Policy:
+    def make_policy(
+        self, settings: Settings, report: Callable[[Exception], None], *, is_stepped: bool
+    ) -> Policy:
         """Make a policy that holds batches for a test."""
-        return _HoldingPolicy(self._kit, super().make_policy(settings, is_stepped=is_stepped))
+        return _HoldingPolicy(
+            self._kit, super().make_policy(settings, report, is_stepped=is_stepped)
+        )
 
     def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
         """Make a thread, unless the kit has processes."""

@@ -5,7 +5,7 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
 from math import ceil, inf, isfinite
@@ -182,7 +182,8 @@ def predict(
         load = Arrivals(moments[::num_workers])
         history = simulate_steps(load, draw_length, max_batch_size, draw)
     else:
-        scheduler = open_scheduler(max_batch_size, num_workers, measurement.allowed)
+        allowed, options = measurement.allowed, measurement.options
+        scheduler = open_scheduler(max_batch_size, num_workers, allowed, **options)
         history = simulate(scheduler, Arrivals(moments), draw)
     pairs = zip(history.arrivals, history.answers, strict=True)
     # The simulation does not have the way to the worker and back.
@@ -267,6 +268,8 @@ async def tune_model(
     note("loading the model in a worker")
     async with copy_batcher(found, max_batch_size=wish.most, **MEASURED) as batcher:
         measurement = await measure(batcher, values, note)
+    options = list_own_options(found)
+    measurement = replace(measurement, options=options)
     advice = advise(measurement, wish, note)
     overridden = find_overridden(found, advice)
     if not wish.is_checked:
@@ -276,13 +279,19 @@ async def tune_model(
     moments = moments[: bisect_right(moments, seconds)]
     note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
     size, workers = advice.chosen.max_batch_size, advice.chosen.num_workers
-    async with copy_batcher(found, workers, max_batch_size=size) as batcher:
+    async with copy_batcher(found, workers, max_batch_size=size, **options) as batcher:
         process = batcher.stream if is_streaming(found) else batcher.process_batched
         latencies, errors = await run_for_real(process, values, moments)
     outcome = Outcome.of(latencies, wish.target)
     predicted = predict(measurement, moments, size, workers, wish.target)
     real = RealRun(len(moments), outcome, predicted, "".join(map(repr, errors[:1])))
     return Found(found.name, advice, real, overridden, measurement.fails_from)
+
+
+def list_own_options(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
+    """Return the `BatchPolicy` of a batcher, and the options that its decisions depend on."""
+    found = {name: batcher.settings[name].value for name in ("policy", "max_delay", "max_latency")}
+    return {} if isinstance(found["policy"], str) else found
 
 
 def find_overridden(batcher: DynBatcher[Any, Any], advice: Advice) -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
@@ -287,6 +287,8 @@ class Measurement:
     lengths: Sequence[int] = ()
     # The allowed batch sizes of the model; empty if it takes any size.
     allowed: tuple[int, ...] = ()
+    # Options of the batcher besides its defaults: a `BatchPolicy`, and the target for it.
+    options: dict[str, Any] = field(default_factory=dict)
 
     def capacity(self, size: int) -> float:
         """Return the requests per second of full batches, or of steps of `size` streams."""

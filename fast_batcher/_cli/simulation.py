@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from math import inf
 from random import Random
+from typing import Any
 
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
@@ -79,9 +80,11 @@ def poisson(rate: float, seconds: float, seed: int) -> list[float]:
     return moments
 
 
-def open_scheduler(max_batch_size: int, num_workers: int, allowed: tuple[int, ...]) -> Scheduler:
+def open_scheduler(
+    max_batch_size: int, num_workers: int, allowed: tuple[int, ...], **options: Any
+) -> Scheduler:
     """Make the scheduler of a batcher whose other options are defaults; its workers are ready."""
-    settings = Settings(max_batch_size=max_batch_size, num_workers=num_workers)
+    settings = Settings(max_batch_size=max_batch_size, num_workers=num_workers, **options)
     policy = make_policy(settings.policy, settings.max_delay)
     methods = [Method("infer", None, max_batch_size)]
     scheduler = make_scheduler(settings, methods, policy, is_stepped=False)

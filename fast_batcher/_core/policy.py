@@ -6,12 +6,14 @@ once.
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fast_batcher._core.queue import Queue
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import Release
+from fast_batcher._core.values import Release, target_of
+from fast_batcher.policy import BatchPolicy, QueueSummary
 
 
 class Load(NamedTuple):
@@ -379,10 +381,70 @@ def _best_moment(
     return best_moment
 
 
-def make_policy(name: str, max_delay: float | None) -> Policy:
-    """Make the policy of this name."""
+class OwnPolicy(Policy):
+    """Asks a rule of the user's; `max_delay` and the earliest deadline limit its holds.
+
+    Args:
+        rule: The rule.
+        max_delay: Longest hold from the arrival of the oldest request, infinite for no limit.
+        report: Takes an error that the rule has raised.
+    """
+
+    # It learns nothing itself: the service model observes the batches while a policy learns.
+    learns = True
+
+    def __init__(
+        self, rule: BatchPolicy, max_delay: float, report: Callable[[Exception], None]
+    ) -> None:
+        self._rule = rule
+        self._max_delay = max_delay
+        self._report = report
+        self._is_holding = False
+
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
+        """Hold the batch as long as the rule says, but not beyond the limits."""
+        oldest = queue.oldest()
+        assert oldest is not None, "the scheduler asks only while requests wait"
+        until_target = target_of(oldest) - now
+        sizes = load.waiting, load.max_batch_size
+        waited = now - oldest.arrival
+        summary = QueueSummary(*sizes, waited, until_target, load.running, load.workers)
+        try:
+            seconds = float(self._rule.hold(summary, load.service))
+        except Exception as error:  # noqa: BLE001  the user's function
+            self._report(error)
+            seconds = 0.0
+        if not seconds > 0:  # also for NaN
+            return Release.HOLD if self._is_holding else Release.IDLE
+        until = min(now + seconds, oldest.arrival + self._max_delay)
+        if until <= now:
+            return Release.WINDOW
+        high = load.service.high(load.waiting) if load.service.is_known else 0.0
+        latest = queue.earliest_deadline() - high
+        if latest <= now:
+            return Release.DEADLINE
+        self._is_holding = True
+        return min(until, latest)
+
+    def end_hold(self) -> None:
+        """Forget that a batch was held."""
+        self._is_holding = False
+
+
+def make_policy(
+    name: str | BatchPolicy,
+    max_delay: float | None,
+    report: Callable[[Exception], None] | None = None,
+) -> Policy:
+    """Make the policy of this name, or for a rule of the user's, whose errors are reported."""
+    if not isinstance(name, str):
+        return OwnPolicy(name, inf if max_delay is None else max_delay, report or _raise)
     if name == "fixed":
         return FixedPolicy(inf if max_delay is None else max_delay)
     if name == "greedy" or max_delay == 0:
         return GreedyPolicy()
     return AdaptivePolicy(max_delay)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -341,7 +341,7 @@ class Release(StrEnum):
     FULL = "full"  # `max_batch_size` requests were waiting
     IDLE = "idle"  # a worker was free
     HOLD = "hold"  # it was held, and waiting longer is not expected to pay
-    WINDOW = "window"  # `max_delay` had passed under policy="fixed"
+    WINDOW = "window"  # `max_delay` had passed, under policy="fixed" or a rule of the user's
     DEADLINE = "deadline"  # waiting longer would have made its oldest request late
     DRAIN = "drain"  # the batcher accepts no more requests, so there is nothing to wait for
     RETRY = "retry"  # its requests are tried again: see `Retries`

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Expire, ExpiryReason, Group, Request
 from fast_batcher._process import SLOW, monotonic
+from fast_batcher._session.ledger import LateErrors
 from fast_batcher._transport.pickling import to_cause
 from fast_batcher.errors import (
     BatcherError,
@@ -145,6 +146,17 @@ class Reports:
     def __init__(self, name: str, settings: Settings) -> None:
         self._name = name
         self._settings = settings
+        self._policy_errors = LateErrors()
+
+    def log_policy_error(self, error: Exception) -> None:
+        """Log that the user's policy has raised, once a minute."""
+        is_logged, omitted = self._policy_errors.add(monotonic())
+        if is_logged:
+            text = (
+                "%s: policy.hold raised%s, and its batch was sent at once; one a minute is logged"
+            )
+            before = f", after {omitted} other errors" if omitted else ""
+            logger.error(text, self._name, before, exc_info=error)
 
     def expiry_error(self, action: Expire) -> BatcherError:
         """Make the error for the caller of an expired request."""

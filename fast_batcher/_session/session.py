@@ -272,11 +272,13 @@ REST_OF_ANSWER = 0.05
 class Parts:
     """Makes the parts of a session that differ in an app, in a host and in tests."""
 
-    def make_policy(self, settings: Settings, *, is_stepped: bool) -> Policy:
-        """Make the policy that decides when a batch leaves."""
+    def make_policy(
+        self, settings: Settings, report: Callable[[Exception], None], *, is_stepped: bool
+    ) -> Policy:
+        """Make the policy that decides when a batch leaves; a rule may `report` its errors."""
         if is_stepped:  # there is nothing to wait for
             return make_policy("greedy", None)
-        return make_policy(settings.policy, settings.max_delay)
+        return make_policy(settings.policy, settings.max_delay, report)
 
     def open_memory(self, settings: Settings, loop: AbstractEventLoop, name: str) -> MemoryService:
         """Open the shared memory for inputs."""
@@ -325,7 +327,7 @@ class LocalSession(Session):
         self._reports = Reports(self._name, settings)
         evaluator = parts.make_evaluator(settings, self._name, methods)
         self._evaluate = None if evaluator is None else evaluator.evaluate
-        policy = parts.make_policy(settings, is_stepped=self._is_stepped)
+        policy = self._make_policy(settings)
         self.scheduler = make_scheduler(settings, methods, policy, is_stepped=self._is_stepped)
         self.memory = parts.open_memory(settings, self.binding.loop, self._name)
         self.pool = Pool(
@@ -930,9 +932,7 @@ class LocalSession(Session):
         """Use the changed settings from now on."""
         self._submit_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
-        policy = (
-            None if keeps_policy else self._parts.make_policy(settings, is_stepped=self._is_stepped)
-        )
+        policy = None if keeps_policy else self._make_policy(settings)
         self.settings = settings
         count = self.pool.fleet.count
         count = min(max(count, settings.fewest_workers), settings.most_workers)
@@ -944,6 +944,10 @@ class LocalSession(Session):
         self.scheduler.reconfigure(_limits_of(settings, is_stepped=self._is_stepped), policy)
         # The waiting requests may be a full batch now, or have waited long enough.
         self.run_soon()
+
+    def _make_policy(self, settings: Settings) -> Policy:
+        report = self._reports.log_policy_error
+        return self._parts.make_policy(settings, report, is_stepped=self._is_stepped)
 
     @property
     def can_reload(self) -> bool:

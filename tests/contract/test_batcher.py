@@ -61,6 +61,7 @@ from fast_batcher import (
     QueueFullError,
 )
 from fast_batcher._process import SLOW
+from fast_batcher.policy import LearnedTimes, QueueSummary
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -91,6 +92,42 @@ async def test_scheduler_learns_one_time_for_each_allowed_size(model: Any) -> No
             await asyncio.gather(*map(batcher.process_batched, [np.zeros(3)] * count))
         assert [size for size, *_ in batcher.explain().service_times] == [1, 4, 16]
         assert batcher.stats.padding > 0
+
+
+class WaitsForFour:
+    """A rule that holds every batch, until four requests wait or a minute has passed."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def hold(self, queue: QueueSummary, times: LearnedTimes) -> float:
+        if self.fault:
+            raise LookupError(self.fault)
+        return 60.0 if queue.size < 4 else 0.0
+
+
+async def test_a_rule_of_the_user_forms_the_batches() -> None:
+    options: dict[str, Any] = {"policy": WaitsForFour(), "workers": "threads"}
+    async with DynBatcher(BatchSize, **options) as batcher:
+        sizes = await asyncio.gather(*[batcher.process_batched(0) for _ in range(3)], late(batcher))
+    assert sizes == [4] * 4
+    assert batcher.stats.releases == {"hold": 1}
+
+
+async def late(batcher: DynBatcher[Any, Any]) -> Any:
+    await until(lambda: batcher.stats.waiting == 3)
+    return await batcher.process_batched(0)
+
+
+async def test_a_rule_that_raises_is_logged_and_holds_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options: dict[str, Any] = {"policy": WaitsForFour("no rule"), "workers": "threads"}
+    async with DynBatcher(BatchSize, **options) as batcher:
+        assert [await batcher.process_batched(0) for _ in range(3)] == [1] * 3
+    (record,) = [one for one in caplog.records if "policy.hold raised" in one.message]
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], LookupError)
 
 
 # --- settings that change -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +30,7 @@ from fast_batcher._cli.advice import (
     find_overridden,
     make_file,
     parse_seconds,
+    predict,
     print_advice,
     read_moments,
     run_for_real,
@@ -127,6 +129,23 @@ def test_places_are_recommended_for_the_first_chunk() -> None:
     assert limited.settings["max_latency"] == 0.050
     assert "by simulation, first chunks" in text_of(limited)
     assert not advice_for(measurement, target=0.002).meets_target
+
+
+class Never:
+    """A rule that holds every batch until its limits."""
+
+    def hold(self, *_: object) -> float:
+        return 60.0
+
+
+def test_a_rule_of_the_user_is_simulated() -> None:
+    """Its batches are larger, and later."""
+    times = measured(0.03, 0.01)
+    own = replace(times, options={"policy": Never(), "max_delay": 0.2, "max_latency": None})
+    usual, held = (
+        predict(one, [0.05 * at for at in range(200)], 8, 1, None) for one in (times, own)
+    )
+    assert held.p95 > usual.p95 + 0.1
 
 
 def answered_within(size: int, rate: float, target: float) -> float:
@@ -239,6 +258,14 @@ def test_a_batch_between_two_allowed_sizes_takes_the_time_of_the_larger() -> Non
     assert advise(measurement, Wish(rate=90.0), lambda _: None).chosen.max_batch_size == 32
 
 
+class Level(FillsItself):
+    """All batches take the same time, which no other process of the machine hides."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        time.sleep(0.02)
+        return inputs
+
+
 class Cliff(FillsItself):
     """Two batches of 4 take less time than one of 16."""
 
@@ -249,7 +276,7 @@ class Cliff(FillsItself):
 
 @pytest.mark.slow
 @pytest.mark.anyio
-@pytest.mark.parametrize(("model", "sizes"), [(FillsItself, {1, 4, 16}), (Cliff, {1, 4})])
+@pytest.mark.parametrize(("model", "sizes"), [(Level, {1, 4, 16}), (Cliff, {1, 4})])
 async def test_allowed_sizes_are_timed(model: Any, sizes: set[int]) -> None:
     async with DynBatcher(model, 16) as batcher:
         found = await measure(batcher, [0], lambda _: None)

@@ -55,10 +55,11 @@ BUDGETS = {
     ),
     "independence": (r"_independence\.py", 93),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
-    "tools": (r"(_cli|_load)/|__main__\.py", 2433),
+    "tools": (r"(_cli|_load)/|__main__\.py", 2443),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1773),
-    # 273 lines are for sessions: the way through the scheduler, the frames and the host.
-    "core": ("", 18_638),
+    # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
+    # rules of the user's.
+    "core": ("", 18_729),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

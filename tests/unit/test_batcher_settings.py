@@ -39,6 +39,13 @@ def refusal(model: Any = Echo, **settings: Any) -> str:
     return str(caught.value)
 
 
+class ARule:
+    """A `BatchPolicy`."""
+
+    def hold(self, *_: object) -> float:
+        return 0.0
+
+
 # The table.
 
 NOT_A_COUNT = [-1, 1.5, 8.0, True, False, "8", b"8", nan, [8], 1 + 0j, object]
@@ -104,7 +111,9 @@ TABLE: dict[str, Row] = {
         "give a whole number, 1 to 1024",
     ),
     "policy": Row(
-        ["adaptive", "greedy", "fixed"], NOT_A_POLICY, "one of 'adaptive', 'greedy', 'fixed'"
+        ["adaptive", "greedy", "fixed", ARule()],
+        [*NOT_A_POLICY, ARule],
+        "one of 'adaptive', 'greedy', 'fixed'",
     ),
     "max_latency": seconds(none=True),
     "max_queue_size": count(none=True),
@@ -164,6 +173,7 @@ TABLE: dict[str, Row] = {
         none=True,
     ),
     "stepped": SWITCH,
+    "max_sessions": count(),
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -214,6 +224,11 @@ async def a_coroutine(_: object) -> float:
         (
             {"mps": True, "devices": "cuda:0"},
             "mps=True: .*; give workers_per_device=2",
+        ),
+        pytest.param(
+            {"policy": ARule(), "shared": True},
+            "policy=.*: the host process .*; give a name",
+            id="rule",
         ),
         ({"policy": "fixed"}, "max_delay=None: policy='fixed' .* for example max_delay=0.01"),
         ({"max_batch_cost": 8}, "max_batch_cost=8: .*; give cost="),

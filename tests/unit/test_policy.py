@@ -1,6 +1,6 @@
 """Each policy by itself: the queue and the moment in, the decision out."""
 
-from math import inf
+from math import inf, nan
 
 import pytest
 
@@ -8,6 +8,7 @@ from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy, m
 from fast_batcher._core.queue import RankedQueue
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher._core.values import Release, Request
+from fast_batcher.policy import LearnedTimes, QueueSummary
 
 ARRIVAL = 10.0
 LOAD = Load(waiting=1, running=0, workers=1, max_batch_size=4, service=ServiceModel())
@@ -52,6 +53,58 @@ def test_policy_decisions(
     policy: Policy, waited: float, deadlines: list[float], decision: Release | float
 ) -> None:
     assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), LOAD) == decision
+
+
+class Rule:
+    """Holds for these seconds, and keeps what it was asked."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.asked: list[QueueSummary] = []
+
+    def hold(self, queue: QueueSummary, times: LearnedTimes) -> float:
+        self.asked.append(queue)
+        if self.seconds < 0:
+            raise ValueError("no rule")
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "max_delay", "waited", "deadlines", "decision"),
+    [
+        (2.0, None, 1.0, [inf], ARRIVAL + 3.0),
+        (2.0, 2.5, 1.0, [inf], ARRIVAL + 2.5),
+        (2.0, 1.0, 1.0, [inf], Release.WINDOW),
+        (2.0, None, 1.0, [ARRIVAL + 2.0], ARRIVAL + 2.0),
+        (2.0, None, 1.0, [inf, ARRIVAL + 1.0], Release.DEADLINE),
+        (inf, None, 1.0, [inf], inf),
+        (0.0, None, 1.0, [inf], Release.IDLE),
+        (nan, None, 1.0, [inf], Release.IDLE),
+        (-1.0, None, 1.0, [inf], Release.IDLE),
+    ],
+)
+def test_a_rule_of_the_user_decides_within_the_limits(
+    seconds: float,
+    max_delay: float | None,
+    waited: float,
+    deadlines: list[float],
+    decision: Release | float,
+) -> None:
+    rule, errors = Rule(seconds), list[Exception]()
+    policy = make_policy(rule, max_delay, errors.append)
+    assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), LOAD) == decision
+    assert rule.asked == [QueueSummary(1, 4, waited, inf, 0, 1)]
+    assert len(errors) == (seconds < 0)
+
+
+def test_a_rule_whose_batch_was_held() -> None:
+    rule = Rule(2.0)
+    policy = make_policy(rule, None)
+    assert policy.decide(ARRIVAL, queue_of(inf), LOAD) == ARRIVAL + 2.0
+    rule.seconds = 0.0
+    assert policy.decide(ARRIVAL + 2.0, queue_of(inf), LOAD) is Release.HOLD
+    policy.end_hold()
+    assert policy.decide(ARRIVAL + 3.0, queue_of(inf), LOAD) is Release.IDLE
 
 
 @pytest.mark.parametrize("policy", [GreedyPolicy(), FixedPolicy(5.0)])

@@ -1,0 +1,52 @@
+"""`BatchPolicy`, the protocol of a rule of your own for the moment at which a batch leaves.
+
+Leaf module; the scheduler calls the rule, also in the virtual time of `fast-batcher tune`.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+
+class QueueSummary(NamedTuple):
+    """What waits while a worker is free. Durations are in seconds."""
+
+    # Waiting requests, fewer than `max_batch_size`.
+    size: int
+    max_batch_size: int
+    # For how long the oldest has waited.
+    waited: float
+    # From now to the target of the oldest, by `max_latency` or its own `timeout`; negative if it
+    # has passed, and infinite without one.
+    until_target: float
+    # Requests that workers have, and workers.
+    running: int
+    workers: int
+
+
+class LearnedTimes(Protocol):
+    """Seconds of batches, as the batcher has measured them."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a batch was measured; otherwise the times below have no meaning."""
+
+    def median(self, size: float, /) -> float:
+        """Return the median time of batches of this size."""
+
+    def high(self, size: float, /) -> float:
+        """Return the 95 % quantile of the times of batches of this size."""
+
+
+@runtime_checkable
+class BatchPolicy(Protocol):
+    """A rule for `DynBatcher(..., policy=Rule())`.
+
+    It must be a pure function of its arguments: `fast-batcher tune` calls it in virtual time. The
+    batcher still sends a full batch at once, and any batch in time for the deadlines in it.
+    """
+
+    def hold(self, queue: QueueSummary, times: LearnedTimes, /) -> float:
+        """Return the seconds for which a batch that is not full is held for more requests.
+
+        Called when a worker is free, and again after each arrival and each answer. 0 or less sends
+        the batch. If it raises, the batch is sent, and the error is logged.
+        """
