@@ -120,7 +120,7 @@ _SENTENCES: dict[Cause, str] = {
     "no data": "fewer than two batches were answered",
     "disabled": "batching is off (enabled=False)",
     "arrivals": "no more requests were waiting",
-    "max_batch_size": "they held max_batch_size requests",
+    "max_batch_size": "they held max_batch_size requests, or the largest allowed size",
     "allowed_batch_sizes": "an allowed size answers more per second than the next larger one",
     "cost": "they reached max_batch_cost",
     "groups": "the requests that waited belong to other groups (group_by)",

@@ -96,10 +96,10 @@ class Collation:
                 entries cannot have a batch axis, else an error, because the reading must not
                 depend on the size of the batch. Any other output has one reading only.
             allowed_batch_sizes: The sizes that a compiled model takes. A batch of another size is
-                filled up to the next one with copies of its last row, whose outputs are dropped;
-                one that is larger than all of them is computed in parts. The time of each size is
-                learned, and a batch has as many of the waiting requests as answers most per second:
-                32 of 33 if 64 would take much longer. Empty: any size.
+                filled up to the next one with copies of its last row, whose outputs are dropped.
+                No batch is larger than the largest of them. The time of each size is learned, and a
+                batch has as many of the waiting requests as answers most per second: 32 of 33 if 64
+                would take much longer. Empty: any size.
 
         Raises:
             ConfigurationError: An argument is wrong.

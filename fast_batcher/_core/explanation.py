@@ -60,6 +60,8 @@ def explain(
     """Explain recent batches, oldest first, and older ones by what was `learned` from them."""
     if len(samples) < 2:
         return Explanation()
+    largest = min([setup.max_batch_size, *setup.allowed_batch_sizes[-1:]])
+    setup = setup._replace(max_batch_size=largest)
     began, ended = samples[0].began_at, max(sample.answered_at for sample in samples)
     seconds = max(ended - began, 1e-9)
     requests = sum(sample.size for sample in samples)

@@ -95,6 +95,7 @@ class Method:
         self.name = name
         # The `max_batch_size` of the method; None for the batcher's.
         self._own_size = own_size
+        self._batcher_size = batcher_size
         self.size_cap = SizeCap(own_size or batcher_size)
         # Seconds of its batches by their size.
         self.service = ServiceModel()
@@ -103,8 +104,18 @@ class Method:
 
     def reconfigure(self, batcher_size: int) -> None:
         """Use another `max_batch_size` of the batcher, unless the method has its own."""
-        if self._own_size is None:
-            self.size_cap.limit(batcher_size)
+        self._batcher_size = batcher_size
+        self._limit_size()
+
+    def use_steps(self, steps: tuple[int, ...]) -> None:
+        """Use other allowed batch sizes; no batch is larger than the largest of them."""
+        if steps != self.service.steps:
+            self.service.use_steps(steps)
+            self._limit_size()
+
+    def _limit_size(self) -> None:
+        most = self._own_size or self._batcher_size
+        self.size_cap.limit(min([most, *self.service.steps[-1:]]))
 
 
 class Methods:
@@ -217,7 +228,7 @@ class BatchTimes:
     def use_steps(self, allowed: Mapping[str, tuple[int, ...]]) -> bool:
         """Set the allowed batch sizes of methods by name; return whether there are any."""
         for method in self._methods.all:
-            method.service.use_steps(allowed.get(method.name, ()))
+            method.use_steps(allowed.get(method.name, ()))
         has_steps = any(allowed.values())
         self.is_wanted = self.is_wanted or has_steps
         return has_steps

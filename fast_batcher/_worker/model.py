@@ -8,10 +8,11 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from fast_batcher._arrays.collation import Collation, check_sizes
@@ -38,7 +39,6 @@ from fast_batcher.errors import (
     is_out_of_memory,
 )
 from fast_batcher.model import (
-    MethodOptions,
     describe_arguments,
     find_methods,
     find_model_fault,
@@ -169,45 +169,36 @@ def _resolve(name: str) -> Any:
     return target
 
 
-def collate(model: Any, *, copies: bool = False) -> Any:
-    """Return a model that takes and returns lists: the model itself if it declares no collation."""
-    collation = getattr(model, "collation", None)
-    if collation is None:
-        return model
-    if not isinstance(collation, Collation):
-        raise ConfigurationError(
-            f"collation={collation!r:.100} of {type(model).__qualname__}: make one with "
-            "Collation.stack() or Collation.pad()"
-        )
-    return CollatedModel(model, collation, copies=copies)
-
-
 def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
-    """Return the model for each of its methods by name, as `collate` does; "infer" is the first."""
+    """Return an object for each method of a model by name, whose `infer` takes and returns lists.
+
+    "infer" is the first; without a collation its object is the model.
+    """
     if is_session_model(type(model)):
         return {"infer": SessionInfer(model)}
-    marked = find_methods(model)
-    own = marked.pop("infer", MethodOptions()).collation
-    methods = {
-        name: collate(OneMethod(getattr(model, name), options.collation), copies=copies)
-        for name, options in marked.items()
-    }
-    infer = CollatedModel(model, own, copies=copies) if own else collate(model, copies=copies)
-    return {"infer": infer, **methods}
+    collations = {name: options.collation for name, options in find_methods(model).items()}
+    own = collations.pop("infer", None) or getattr(model, "collation", None)
+    name = type(model).__qualname__
+    if own is not None and not isinstance(own, Collation):
+        raise ConfigurationError(
+            f"collation={own!r:.100} of {name}: make one with Collation.stack() or Collation.pad()"
+        )
+    if own is not None and (sizes := getattr(model, "allowed_batch_sizes", None)):
+        raise ConfigurationError(
+            f"allowed_batch_sizes={sizes!r:.100} of {name}: it has a collation, which takes them "
+            "as an argument: Collation.stack(allowed_batch_sizes=...)"
+        )
+    found = {"infer": model if own is None else CollatedModel(model, own, copies=copies)}
+    for name, collation in collations.items():
+        method = SimpleNamespace(infer=getattr(model, name))
+        found[name] = CollatedModel(method, collation, copies=copies) if collation else method
+    return found
 
 
 def list_allowed_sizes(models: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the allowed batch sizes of the methods that have some."""
     sizes = {name: getattr(model, "allowed_batch_sizes", None) for name, model in models.items()}
     return {name: check_sizes(allowed) for name, allowed in sizes.items() if allowed}
-
-
-class OneMethod:
-    """A model whose `infer` is a method of another model."""
-
-    def __init__(self, infer: Callable[[Any], Any], collation: Collation | None) -> None:
-        self.infer = infer
-        self.collation = collation
 
 
 class CollatedModel:
@@ -244,7 +235,7 @@ class CollatedModel:
                 rows[position] = make_row(value, self._collation)
             except CollationError as error:
                 outcomes[position] = error
-        calls = list(self._divide(rows, outcomes))
+        calls = self._divide(rows, outcomes)
         for positions in calls:
             computed = self._infer_rows([rows[position] for position in positions])
             if len(calls) > 1:
@@ -254,8 +245,8 @@ class CollatedModel:
                 outcomes[position] = outcome
         return outcomes
 
-    def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> Iterator[list[int]]:
-        """Yield the positions of each call's inputs; set errors for inputs that no call gets."""
+    def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> list[list[int]]:
+        """Return the positions of each call's inputs; set errors for inputs that no call gets."""
         groups: dict[Any, list[int]] = {}
         for position, row in rows.items():
             groups.setdefault(row.signature, []).append(position)
@@ -269,11 +260,7 @@ class CollatedModel:
                 for position in few:
                     outcomes[position] = self._difference(rows, most, few)
             kinds = [most]
-        allowed = self.allowed_batch_sizes
-        for positions in kinds:
-            step = max(allowed, default=len(positions))
-            for start in range(0, len(positions), step):
-                yield positions[start : start + step]
+        return kinds
 
     def _difference(self, rows: dict[int, Row], most: list[int], few: list[int]) -> CollationError:
         difference = describe_difference(rows[most[0]], rows[few[0]])
@@ -324,6 +311,7 @@ def _compute_all(
     inputs = list(found)
     if not inputs:
         return []
+    max_batch_size = min([max_batch_size, *allowed[-1:]])
     sizes = sorted({1, max_batch_size, *(size for size in allowed if size < max_batch_size)})
     times: list[tuple[int, float]] = []
     _compute_lengths(model, inputs, sizes)

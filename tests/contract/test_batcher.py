@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from models.base import Echo
-from models.collated import Compiles, FillsItself
+from models.collated import Compiles, FillsItself, SetsCollation
 from models.crashing import Stuck
 from models.loading import NeverLoads
 from models.methods import Both
@@ -83,14 +83,17 @@ async def test_no_request_waits_for_the_compilation_of_an_allowed_size() -> None
         assert batcher.stats.restarts == 0
 
 
-@pytest.mark.parametrize("model", [Compiles, FillsItself, "models.collated:FillsItself"])
+@pytest.mark.parametrize(
+    "model", [Compiles, FillsItself, SetsCollation, "models.collated:FillsItself"]
+)
 async def test_scheduler_learns_one_time_for_each_allowed_size(model: Any) -> None:
     """The worker tells the sizes, which a model may set in its constructor."""
-    async with DynBatcher(model, 16) as batcher:
-        for count in (1, 3, 7, 7):
+    async with DynBatcher(model, 32) as batcher:
+        for count in (1, 3, 7, 7, 40):
             await asyncio.gather(*map(batcher.process_batched, [np.zeros(3)] * count))
         assert [size for size, *_ in batcher.explain().service_times] == [1, 4, 16]
         assert batcher.stats.padding > 0
+        assert max(batcher.stats.batch_sizes) == 16
 
 
 # --- settings that change -------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from fast_batcher import (
     InferenceError,
     OutputMismatchError,
 )
-from fast_batcher._worker.model import CollatedModel, collate, warm_up
+from fast_batcher._worker.model import CollatedModel, collate_methods, warm_up
 
 
 class Recorder:
@@ -113,14 +113,26 @@ def test_a_batch_is_a_copy_of_its_inputs() -> None:
 
 def test_a_model_without_a_collation_is_left_alone() -> None:
     recorder = Recorder()
-    assert collate(recorder) is recorder
+    assert collate_methods(recorder) == {"infer": recorder}
 
 
 def test_invalid_collation_is_named() -> None:
     recorder: Any = Recorder()
     recorder.collation = "stack"
     with pytest.raises(ConfigurationError, match="collation='stack' of Recorder: make one with"):
-        collate(recorder)
+        collate_methods(recorder)
+
+
+def test_sizes_beside_a_collation_are_rejected() -> None:
+    """A class is checked in the app; `__init__` and `batchable` set these in the worker only."""
+    recorder: Any = Recorder()
+    recorder.allowed_batch_sizes = (1, 4)
+    assert collate_methods(recorder) == {"infer": recorder}
+    recorder.collation = Collation.stack()
+    with pytest.raises(
+        ConfigurationError, match=r"allowed_batch_sizes=\(1, 4\) of Recorder: it has"
+    ):
+        collate_methods(recorder)
 
 
 # Unequal inputs.
@@ -169,8 +181,10 @@ def test_groups_are_computed_separately_in_order() -> None:
 # Sizes of a compiled model.
 
 
-@given(count=st.integers(1, 20), sizes=st.sets(st.integers(1, 8), min_size=1, max_size=3))
+@given(count=st.integers(1, 8), sizes=st.sets(st.integers(1, 8), max_size=3))
 def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None:
+    """The scheduler makes no batch that is larger than all of them."""
+    sizes.add(8)
     recorder = Recorder(lambda batch: batch + 1)
     inputs = [np.array([number]) for number in range(count)]
     collation = Collation.stack(allowed_batch_sizes=sorted(sizes))

@@ -379,7 +379,8 @@ def filled(sizes: Sequence[int], left_waiting: int = 0) -> list[BatchSample]:
 )
 def test_advice_names_a_step(sizes: list[int], left_waiting: int, cause: str, advice: str) -> None:
     samples = filled(sizes * 10, left_waiting)
-    setup = Setup(64, 1, has_cost_limit=False, is_grouped=False, allowed_batch_sizes=STEPS)
+    # No batch is larger than the largest allowed size, 64.
+    setup = Setup(100, 1, has_cost_limit=False, is_grouped=False, allowed_batch_sizes=STEPS)
     found = explain(samples, setup, LEARNED)
     assert found.cause == cause
     assert found.advice.startswith(advice), found.advice
