@@ -176,21 +176,27 @@ class Explanation:
             return f"No explanation: {told}."
         if self.places is not None:
             return (
-                f"{self.batches} steps in {self.seconds:.3g} seconds: "
-                f"{self.requests_per_second:.4g} chunks per second; the workers were busy for "
-                f"{self.busy:.0%} of the time. On average {self.mean_batch_size:.3g} of the "
+                f"{self.batches} steps in {number(self.seconds)} seconds: "
+                f"{number(self.requests_per_second)} chunks per second; the workers were busy for "
+                f"{self.busy:.0%} of the time. On average {number(self.mean_batch_size)} of the "
                 f"{self.places} places of a worker have a chunk in a step. Streams waited for a "
-                f"place for {self.place_wait:.2g} s (median). Advice: {self.advice}."
+                f"place for {number(self.place_wait)} s (median). Advice: {self.advice}."
             )
         load = "" if self.load is None else f", {self.load:.0%} of the capacity"
         return (
-            f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "
-            f"requests per second{load}; the workers were busy for {self.busy:.0%} of the time. "
-            f"The average batch has {self.mean_batch_size:.3g} requests. "
-            f"For {self.cause_share:.0%} of the requests, batches were not larger because "
-            f"{_SENTENCES[self.cause]}. "
+            f"{self.batches} batches in {number(self.seconds)} seconds: "
+            f"{number(self.requests_per_second)} requests per second{load}; the workers were busy "
+            f"for {self.busy:.0%} of the time. The average batch has "
+            f"{number(self.mean_batch_size)} requests. For {self.cause_share:.0%} of the requests, "
+            f"batches were not larger because {_SENTENCES[self.cause]}. "
             f"Advice: {self.advice}."
         )
+
+
+def number(value: float) -> str:
+    """Format with three significant digits and without an exponent."""
+    size = abs(value)
+    return f"{value:{'.0f' if size >= 100 else '.3g' if size >= 0.001 or not size else '.4f'}}"
 
 
 def weighted_quantiles(
