@@ -227,8 +227,8 @@ def _batch_shape(row: Sequence[Any], dim: int, count: int) -> list[Any]:
 def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding) -> Any:
     """Join arrays or tensors after filling them up to the longest, or an allowed length."""
     longest = [max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)]
-    pairs = zip(longest, spec.shape, strict=True)
-    longest = [padding.fit(length) if fixed is None else length for length, fixed in pairs]
+    for axis in padding.axes_of(feature, len(longest)):
+        longest[axis] = padding.fit(longest[axis], axis, axis - len(longest))
     library: Any = sys.modules["torch" if spec.kind == "tensor" else "numpy"]
     device = {"device": spec.device} if spec.kind == "tensor" else {}
     shape = _batch_shape(longest, dim, len(leaves))

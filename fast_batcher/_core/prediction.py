@@ -234,9 +234,10 @@ class BatchTimes:
         return has_steps
 
     def observe_warm_up(self, times: Iterable[tuple[float, float]]) -> None:
-        """Learn from the sizes and seconds of batches that a worker has computed to warm up."""
+        """Learn from the sizes and seconds of the batches of `infer` that warmed a worker up."""
         for size, seconds in times:
-            self.by_size.observe(size, seconds)
+            for service in {self.by_size, self._methods.first.service}:
+                service.observe(size, seconds)
             if self._packer is not None and not self.is_known:
                 self.unpriced_warm_ups.append((size, seconds))
 

@@ -160,7 +160,7 @@ class Scaling:
         cause = "requests are rejected" if is_rejecting else f"the backlog is {backlog:.3g} seconds"
         return ScalingDecision(
             count,
-            f"{cause}; {number(rate)} requests/s arrive, a worker answers {number(capacity)} per second",
+            f"{cause}; {number(rate)} requests/s arrive, a worker answers {number(capacity)}",
         )
 
     def _decide_down(

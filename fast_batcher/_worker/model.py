@@ -8,12 +8,12 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fast_batcher._arrays.collation import Collation, check_sizes
 from fast_batcher._arrays.joining import (
@@ -195,6 +195,11 @@ def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
     return found
 
 
+# Most shapes that a warm-up computes where several axes are padded: a compiler takes some seconds
+# for each, and `start_timeout` is five minutes by default.
+MOST_SHAPES: Final = 64
+
+
 def list_allowed_sizes(models: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the allowed batch sizes of the methods that have some."""
     sizes = {name: getattr(model, "allowed_batch_sizes", None) for name, model in models.items()}
@@ -210,21 +215,24 @@ class CollatedModel:
         # Whether outputs must not be views of the arrays that the model returns.
         self._copies = copies
         self.allowed_batch_sizes = collation.allowed_batch_sizes
+        self.warmup_inputs = getattr(model, "warmup_inputs", list)
 
-    def at_lengths(self) -> Iterator[int]:
-        """Yield the allowed lengths; meanwhile batches are at least as long."""
+    def at_lengths(self, sizes: int) -> Iterator[tuple[int, ...]]:
+        """Yield allowed lengths of the padded axes; meanwhile batches are at least as long."""
         collation, padding = self._collation, self._collation.padding
         if padding is None:
             return
-        for length in padding.lengths:
-            self._collation = replace(collation, padding=replace(padding, least=length))
-            yield length
+        shapes = [*product(padding.lengths, repeat=len(padding.dims))]
+        equal = [lengths for lengths in shapes if len({*lengths}) == 1]
+        if len(equal) < len(shapes) and len(shapes) * sizes > MOST_SHAPES:
+            text = "the warm-up computes %d equal lengths of the padded axes, and not all %d shapes"
+            logger.warning(text, len(equal), len(shapes) * sizes)
+            shapes = equal
+        for lengths in shapes:
+            least = dict(zip(padding.dims, lengths, strict=True))
+            self._collation = replace(collation, padding=replace(padding, least=least))
+            yield lengths
         self._collation = collation
-
-    def warmup_inputs(self) -> list[Any]:
-        """Return the model's examples, each a row as a caller sends it."""
-        warmup_inputs = getattr(self._model, "warmup_inputs", None)
-        return [] if warmup_inputs is None else list(warmup_inputs())
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         """Compute inputs in one or more calls of the model; return an output or error for each."""
@@ -282,9 +290,11 @@ class CollatedModel:
 
 
 def warm_up(
-    model: Any, max_batch_size: int, allowed: Sequence[int] = ()
+    model: Any, most: int, allowed: Sequence[int] = (), infer: Callable[[Any], Any] | None = None
 ) -> list[tuple[int, float]]:
     """Compute batches of `warmup_inputs`: of one, of each allowed size and length, full ones.
+
+    Another `infer` may run further stages of the model.
 
     Each size is computed at least twice, and the last time counts: the first may compile. A worker
     that runs out of memory starts without the larger sizes: the scheduler makes batches smaller
@@ -294,7 +304,7 @@ def warm_up(
         Sizes and seconds.
     """
     try:
-        return _compute_all(model, max_batch_size, allowed)
+        return _compute_all(model, most, allowed, infer or model.infer)
     except Exception as error:
         raise WorkerStartupError(
             f"during warm-up with the inputs of warmup_inputs(): {pickling.one_line(error)}"
@@ -302,28 +312,27 @@ def warm_up(
 
 
 def _compute_all(
-    model: Any, max_batch_size: int, allowed: Sequence[int]
+    model: Any, most: int, allowed: Sequence[int], infer: Callable[[Any], Any]
 ) -> list[tuple[int, float]]:
-    warmup_inputs = getattr(model, "warmup_inputs", None)
-    found = [] if warmup_inputs is None else warmup_inputs()
+    found: Any = getattr(model, "warmup_inputs", list)()
     if is_one_value(found):
         raise TypeError(f"they are a {type(found).__name__}; return a list of inputs")
     inputs = list(found)
     if not inputs:
         return []
-    max_batch_size = min([max_batch_size, *allowed[-1:]])
-    sizes = sorted({1, max_batch_size, *(size for size in allowed if size < max_batch_size)})
+    most = min([most, *allowed[-1:]])
+    sizes = sorted({1, most, *(size for size in allowed if size < most)})
     times: list[tuple[int, float]] = []
-    _compute_lengths(model, inputs, sizes)
+    _compute_lengths(model, infer, inputs, sizes)
     for size in sizes:
         # All inputs are computed in full batches.
-        count = size if size < max_batch_size else -(-len(inputs) // size) * size
+        count = size if size < most else -(-len(inputs) // size) * size
         repeated = list(islice(cycle(inputs), count))
         began = monotonic()
         try:
             for start in range(0, count, size):
-                _time_batch(model, repeated[start : start + size])
-            times.append((size, _time_batch(model, repeated[:size])))
+                _time_batch(infer, repeated[start : start + size])
+            times.append((size, _time_batch(infer, repeated[:size])))
         except BaseException as error:
             if size == 1 or not is_out_of_memory(error):
                 raise
@@ -335,23 +344,25 @@ def _compute_all(
     return times
 
 
-def _compute_lengths(model: Any, inputs: list[Any], sizes: Sequence[int]) -> None:
+def _compute_lengths(
+    model: Any, infer: Callable[[Any], Any], inputs: list[Any], sizes: Sequence[int]
+) -> None:
     """Compute a batch of each allowed length and size, so that no request waits for its shape."""
     # A longer one would hide the shorter lengths.
     shortest = min(inputs, key=pickling.measure_size)
-    for length in model.at_lengths() if isinstance(model, CollatedModel) else ():
+    for lengths in model.at_lengths(len(sizes)) if isinstance(model, CollatedModel) else ():
         began = monotonic()
         for size in sizes:
-            _time_batch(model, [shortest] * size)
-        logger.info("warm-up of inputs of length %d took %.1f s", length, monotonic() - began)
+            _time_batch(infer, [shortest] * size)
+        logger.info("warm-up of inputs of lengths %s took %.1f s", lengths, monotonic() - began)
 
 
-def _time_batch(model: Any, inputs: list[Any]) -> float:
+def _time_batch(infer: Callable[[Any], Any], inputs: list[Any]) -> float:
     """Compute a batch, check its outputs, and return the seconds that `infer` took."""
     count = len(inputs)
     batch = [_copy_input(value) for value in inputs]
     started = monotonic()
-    outputs = model.infer(batch)
+    outputs = infer(batch)
     seconds = monotonic() - started
     for output in list_outputs(outputs, count, "infer returned", copies=False):
         # There is no request yet, so the cause is the declaration or the model.

@@ -93,7 +93,7 @@ async def test_scheduler_learns_one_time_for_each_allowed_size(model: Any) -> No
             await asyncio.gather(*map(batcher.process_batched, [np.zeros(3)] * count))
         assert [size for size, *_ in batcher.explain().service_times] == [1, 4, 16]
         assert batcher.stats.padding > 0
-        assert max(batcher.stats.batch_sizes) == 16
+        assert max(batcher.stats.batch_sizes) <= 16
 
 
 # --- settings that change -------------------------------------------------------------------------

@@ -5,7 +5,8 @@ The calls of the model are looked at here; real workers with such models are at 
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -81,14 +82,44 @@ def test_rows_of_one_array_are_filled_too() -> None:
 def test_warm_up_computes_each_allowed_length_with_each_size() -> None:
     recorder = Recorder(lambda batch: batch.sum(axis=1))
     collation = Collation.pad(value=0, allowed_batch_sizes=(1, 4), allowed_lengths=(8, 32))
-    model = CollatedModel(recorder, collation)
     recorder.warmup_inputs = lambda: [row(12), row(3)]  # type: ignore[attr-defined]
+    model = CollatedModel(recorder, collation)
     times = warm_up(model, 4, (1, 4))
     assert [size for size, _ in times] == [1, 4]
     assert {batch.shape for batch in recorder.batches} == {(1, 8), (4, 8), (1, 32), (4, 32)}
     # Afterwards batches are as long as their inputs need.
     model.infer([row(3)])
     assert recorder.batches[-1].shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_complete"), [((8, 32), True), ((1, 2, 4, 8), True), (range(4, 36, 4), False)]
+)
+def test_warm_up_computes_combinations_of_lengths(
+    lengths: Sequence[int], is_complete: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most 64 shapes: of 8 lengths of two axes the equal ones alone, with each of two sizes."""
+    recorder = Recorder(lambda batch: batch.sum(axis=(1, 2)))
+    collation = Collation.pad(value=0, dims=(0, -1), allowed_lengths=lengths)
+    recorder.warmup_inputs = lambda: [np.ones((1, 1))]  # type: ignore[attr-defined]
+    model = CollatedModel(recorder, collation)
+    warm_up(model, 4)
+    pairs = [*product(lengths, repeat=2)] if is_complete else [*zip(lengths, lengths, strict=True)]
+    assert {batch.shape for batch in recorder.batches} == {
+        (n, *pair) for n in (1, 4) for pair in pairs
+    }
+    missing = "the warm-up computes 8 equal lengths of the padded axes, and not all 128 shapes"
+    assert (missing in caplog.text) != is_complete
+    model.infer([np.ones((1, 5))])
+    assert recorder.batches[-1].shape == (1, lengths[0], 8)
+
+
+def test_warm_up_computes_lengths_with_all_stages() -> None:
+    recorder = Recorder(lambda batch: batch.sum(axis=1))
+    recorder.warmup_inputs = lambda: [3]  # type: ignore[attr-defined]
+    model = CollatedModel(recorder, Collation.pad(value=0, allowed_lengths=(8, 32)))
+    warm_up(model, 2, infer=lambda inputs: model.infer([np.ones(length) for length in inputs]))
+    assert {batch.shape for batch in recorder.batches} == {(1, 8), (2, 8), (1, 32), (2, 32)}
 
 
 def test_the_model_is_given_one_batch() -> None:

@@ -14,7 +14,7 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import Batch, Limits, Release
+from fast_batcher._core.values import Batch, Limits, Release, Request
 from fast_batcher.model import find_model_fault
 
 Stairs = dict[int, float]
@@ -175,6 +175,21 @@ def test_each_method_has_its_own_steps() -> None:
     assert [method.service.steps for method in methods] == [(), (8, 32)]
     scheduler.worker_ready(0.0, 1)
     assert [method.service.steps for method in methods] == [(), ()]
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("infer", [32]), ("embed", [33])])
+def test_warm_up_times_are_those_of_infer(name: str, sizes: list[int]) -> None:
+    """The times of another method are not known before its batches."""
+    methods = {name: Method(name, None, 64) for name in ("infer", "embed")}
+    limits = Limits(max_batch_size=64, max_queue_size=100)
+    scheduler = Scheduler(make()._policy, limits, methods=[*methods.values()])
+    allowed = dict.fromkeys(methods, tuple(CLIFF))
+    scheduler.worker_ready(0.0, 0, CLIFF.items(), allowed=allowed)
+    requests = [Request(number, None) for number in range(33)]
+    for request in requests:
+        request.group = methods[name].group
+    assert scheduler.submit(0.0, requests) == []
+    assert [len(batch.requests) for batch in poll_batches(scheduler, 0.0)] == sizes
 
 
 def run_for_padding(scheduler: Scheduler, sizes: Sequence[int]) -> float:
