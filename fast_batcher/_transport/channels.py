@@ -117,7 +117,7 @@ class Kind:
     # Each of these is one pickled SerializedError, for every request of the batch.
     FAILED, RAISED, OUT_OF_MEMORY, FATAL, EVICTED = Failed
     SKIPPED = 28  # the batch was not computed, because no caller waits for it
-    LOG = 29  # a log record, from a worker on another machine
+    LOG = 38  # a log record, from a worker on another machine
 
 
 class HostKind:
