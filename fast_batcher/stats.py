@@ -66,9 +66,10 @@ class BatcherStats:
     # Batches whose error no caller has got, because the callers had left: their requests had
     # expired or were cancelled, and count as such.
     late_errors: int = 0
-    # Share of the computed cost that was padding, 0 to 1, since the batcher was opened: inputs are
-    # padded to the longest of their batch, and batches are filled up to an allowed size. 0 without
-    # `cost` and `allowed_batch_sizes`, and where costs are summed.
+    # Share of the computation that was filling, 0 to 1, since the batcher was opened. With a
+    # `collation` that pads or has `allowed_batch_sizes` it is the share of the elements of all
+    # batches; else that of their cost: inputs are padded to the longest of their batch, and batches
+    # are filled up to an allowed size. 0 without any of these, and where costs are summed.
     padding: float = 0.0
     # Whether this process reports the batcher to observers. With `shared` one server process
     # reports for all of them; see `observing.ReporterChanged`.

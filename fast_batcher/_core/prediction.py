@@ -181,6 +181,8 @@ class BatchTimes:
         self.is_wanted = self.has_costs
         # Costs of the answered requests, and of their batches, which may be padded.
         self._answered_cost = self._computed_cost = 0.0
+        # Elements of the inputs of collations, and of the batches that were made of them.
+        self.own_elements = self.computed_elements = 0
         # Sizes and seconds of warm-up batches whose costs are unknown: see `price_warm_ups`.
         self.unpriced_warm_ups: list[tuple[float, float]] = []
 
@@ -191,7 +193,9 @@ class BatchTimes:
 
     @property
     def padding(self) -> float:
-        """Share of the computed cost that was padding or filling, 0 to 1."""
+        """Share of the computed elements, or else cost, that was padding or filling, 0 to 1."""
+        if self.computed_elements:
+            return 1 - self.own_elements / self.computed_elements
         return 1 - self._answered_cost / self._computed_cost if self._computed_cost else 0.0
 
     def _shape_of(self, requests: list[Request]) -> Shape:

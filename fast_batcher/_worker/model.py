@@ -18,13 +18,15 @@ from typing import Any, Final, NamedTuple
 from fast_batcher._arrays.collation import Collation, check_sizes
 from fast_batcher._arrays.joining import (
     Row,
+    count_elements,
     describe_difference,
     is_one_value,
-    join_apart,
+    join_leaves,
     list_outputs,
     make_row,
     split,
 )
+from fast_batcher._arrays.trees import flatten
 from fast_batcher._devices import find_gpus
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._transport import pickling
@@ -216,6 +218,9 @@ class CollatedModel:
         self._copies = copies
         self.allowed_batch_sizes = collation.allowed_batch_sizes
         self.warmup_inputs = getattr(model, "warmup_inputs", list)
+        # Elements of the inputs of the last `infer`, and of the batches that were made of them; 0
+        # where nothing is filled.
+        self.elements = (0, 0)
 
     def at_lengths(self, sizes: int) -> Iterator[tuple[int, ...]]:
         """Yield allowed lengths of the padded axes; meanwhile batches are at least as long."""
@@ -236,6 +241,7 @@ class CollatedModel:
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         """Compute inputs in one or more calls of the model; return an output or error for each."""
+        self.elements = (0, 0)
         outcomes: list[Any] = [None] * len(inputs)
         rows: dict[int, Row] = {}
         for position, value in enumerate(inputs):
@@ -258,9 +264,8 @@ class CollatedModel:
         groups: dict[Any, list[int]] = {}
         for position, row in rows.items():
             groups.setdefault(row.signature, []).append(position)
-        kinds = list(groups.values())
+        kinds = sorted(groups.values(), key=len, reverse=True)
         if len(kinds) > 1 and self._collation.unequal == "error":
-            kinds.sort(key=len, reverse=True)
             most, *others = kinds
             if 2 * len(most) <= len(rows):  # no majority, so no input is known to be the wrong one
                 raise self._difference(rows, most, others[0])
@@ -279,11 +284,15 @@ class CollatedModel:
         count = len(rows)
         sizes = self.allowed_batch_sizes
         size = next((allowed for allowed in sizes if allowed >= count), count)
-        batch = join_apart([*rows, *[rows[-1]] * (size - count)], self._collation)
+        leaves = [row.leaves for row in rows]
+        batch = join_leaves(rows[0], [*leaves, *leaves[-1:] * (size - count)], self._collation)
+        if sizes or self._collation.padding is not None:
+            own, computed = self.elements
+            own += sum(map(count_elements, leaves))
+            self.elements = (own, computed + count_elements(flatten(batch)[0]))
         outputs = self._model.infer(batch)
         try:
-            rows = split(outputs, size, self._collation, to_cpu=True, copy=self._copies)
-            return rows[:count]
+            return split(outputs, size, self._collation, to_cpu=True, copy=self._copies)[:count]
         except OutputMismatchError as error:
             # A retry with fewer inputs cannot succeed.
             return [error] * count

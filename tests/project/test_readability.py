@@ -57,8 +57,9 @@ BUDGETS = {
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
     "tools": (r"(_cli|_load)/|__main__\.py", 2431),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1773),
-    # 273 lines are for sessions: the way through the scheduler, the frames and the host.
-    "core": ("", 18_638),
+    # 273 lines are for sessions: the way through the scheduler, the frames and the host; 24 for the
+    # count of filled elements, which the worker alone knows.
+    "core": ("", 18_662),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -229,6 +229,33 @@ def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None
     assert seen[count:] == [count - 1] * (len(seen) - count)
 
 
+@pytest.mark.parametrize(
+    ("collation", "lengths", "elements"),
+    [
+        # 2 + 2 + 3 of 4 x 2 and 4 x 3.
+        (Collation.stack(unequal="group", allowed_batch_sizes=(4,)), (2, 3, 2), (7, 20)),
+        (Collation.pad(value=0, allowed_lengths=(4,)), (2, 3, 2), (7, 12)),
+        (Collation.pad(value=0), (2, 3, 2), (7, 9)),
+        (Collation.pad(value=0, allowed_batch_sizes=(1, 4), allowed_lengths=(8,)), (1, 2), (3, 32)),
+        (Collation.pad(value=0, allowed_lengths=(4,)), (0,), (0, 4)),
+        (Collation.stack(), (2, 2), (0, 0)),
+    ],
+)
+def test_elements_of_inputs_and_batches_are_counted(
+    collation: Collation, lengths: Sequence[int], elements: tuple[int, int]
+) -> None:
+    model = CollatedModel(Recorder(), collation)
+    model.infer([row(length) for length in lengths])
+    assert model.elements == elements
+
+
+def test_elements_of_all_features_are_counted() -> None:
+    """The mask is a feature; a number and a text are one element of their row."""
+    model = CollatedModel(Recorder(), Collation.pad(value=0, mask="mask", allowed_lengths=(4,)))
+    model.infer([{"x": row(length), "number": 1.5, "text": "a", "none": None} for length in (1, 2)])
+    assert model.elements == (3 + 3 + 2 + 2, 8 + 8 + 2 + 2)
+
+
 # What the model returns.
 
 

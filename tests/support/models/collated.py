@@ -141,6 +141,18 @@ class SetsCollation(FillsItself):
         return inputs
 
 
+class SumsKinds(InferenceModel[Any, Any]):
+    """Answers with the sums of the rows, computed by length, four at a time."""
+
+    collation = Collation.stack(unequal="group", allowed_batch_sizes=(4,))
+
+    def infer(self, inputs: Any) -> Any:
+        return inputs.sum(axis=1)
+
+    def warmup_inputs(self) -> list[Any]:
+        return [np.ones(2)]
+
+
 class CompilesShapes(InferenceModel[Any, Any]):
     """Takes half a second for each new shape; answers with the sums of the rows."""
 
