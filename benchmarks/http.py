@@ -40,7 +40,8 @@ from benchmarks.report import Columns, Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import ARRAY_SHAPE, Figures, Load
 from benchmarks.setup_peers import PEERS, python_of
 from fast_batcher._load.measurement import Case, LoadSettings
-from fast_batcher._load.report import Spread, number
+from fast_batcher._load.report import Spread
+from fast_batcher.stats import number
 
 # What the tables show in place of an event loop.
 HTTP = "over HTTP"

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import http
 from benchmarks.harness import RESULTS, ROOT
 from benchmarks.report import Measurement, Series
-from fast_batcher._load.report import number
+from fast_batcher.stats import number
 
 README = ROOT / "README.md"
 # A column's text, the load, and the figure.

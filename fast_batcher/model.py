@@ -142,7 +142,8 @@ class InferenceModel(Model[InputT, OutputT]):
     # them instead of lists; with None it takes and returns lists. May be set in `__init__`.
     collation: Collation | None = None
     # The sizes that a compiled model without a `collation` computes: the model itself fills up a
-    # batch to the next one. With a collation they are an argument of `Collation.stack`.
+    # batch to the next one, and gets no batch that is larger than the largest. May be set in
+    # `__init__`. With a collation they are an argument of `Collation.stack`.
     allowed_batch_sizes: tuple[int, ...] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -66,9 +66,10 @@ class BatcherStats:
     # Batches whose error no caller has got, because the callers had left: their requests had
     # expired or were cancelled, and count as such.
     late_errors: int = 0
-    # Share of the computed cost that was padding, 0 to 1, since the batcher was opened: inputs are
-    # padded to the longest of their batch, and batches are filled up to an allowed size. 0 without
-    # `cost` and `allowed_batch_sizes`, and where costs are summed.
+    # Share of the computation that was filling, 0 to 1, since the batcher was opened. With a
+    # `collation` that pads or has `allowed_batch_sizes` it is the share of the elements of all
+    # batches; else that of their cost: inputs are padded to the longest of their batch, and batches
+    # are filled up to an allowed size. 0 without any of these, and where costs are summed.
     padding: float = 0.0
     # Whether this process reports the batcher to observers. With `shared` one server process
     # reports for all of them; see `observing.ReporterChanged`.
@@ -120,7 +121,7 @@ _SENTENCES: dict[Cause, str] = {
     "no data": "fewer than two batches were answered",
     "disabled": "batching is off (enabled=False)",
     "arrivals": "no more requests were waiting",
-    "max_batch_size": "they held max_batch_size requests",
+    "max_batch_size": "they held max_batch_size requests, or the largest allowed size",
     "allowed_batch_sizes": "an allowed size answers more per second than the next larger one",
     "cost": "they reached max_batch_cost",
     "groups": "the requests that waited belong to other groups (group_by)",
@@ -176,21 +177,27 @@ class Explanation:
             return f"No explanation: {told}."
         if self.places is not None:
             return (
-                f"{self.batches} steps in {self.seconds:.3g} seconds: "
-                f"{self.requests_per_second:.4g} chunks per second; the workers were busy for "
-                f"{self.busy:.0%} of the time. On average {self.mean_batch_size:.3g} of the "
+                f"{self.batches} steps in {number(self.seconds)} seconds: "
+                f"{number(self.requests_per_second)} chunks per second; the workers were busy for "
+                f"{self.busy:.0%} of the time. On average {number(self.mean_batch_size)} of the "
                 f"{self.places} places of a worker have a chunk in a step. Streams waited for a "
-                f"place for {self.place_wait:.2g} s (median). Advice: {self.advice}."
+                f"place for {number(self.place_wait)} s (median). Advice: {self.advice}."
             )
         load = "" if self.load is None else f", {self.load:.0%} of the capacity"
         return (
-            f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "
-            f"requests per second{load}; the workers were busy for {self.busy:.0%} of the time. "
-            f"The average batch has {self.mean_batch_size:.3g} requests. "
-            f"For {self.cause_share:.0%} of the requests, batches were not larger because "
-            f"{_SENTENCES[self.cause]}. "
+            f"{self.batches} batches in {number(self.seconds)} seconds: "
+            f"{number(self.requests_per_second)} requests per second{load}; the workers were busy "
+            f"for {self.busy:.0%} of the time. The average batch has "
+            f"{number(self.mean_batch_size)} requests. For {self.cause_share:.0%} of the requests, "
+            f"batches were not larger because {_SENTENCES[self.cause]}. "
             f"Advice: {self.advice}."
         )
+
+
+def number(value: float) -> str:
+    """Format with three significant digits and without an exponent."""
+    size = abs(value)
+    return f"{value:{'.0f' if size >= 100 else '.3g' if size >= 0.001 or not size else '.4f'}}"
 
 
 def weighted_quantiles(

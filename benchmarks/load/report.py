@@ -10,10 +10,10 @@ from fast_batcher._load.report import (
     cases,
     count_lost,
     find_busiest,
-    number,
     spread,
     total,
 )
+from fast_batcher.stats import number
 
 # Column titles and the figures below them.
 COLUMNS = {

@@ -6,7 +6,8 @@ from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Self
 
-from fast_batcher._load.report import Spread, number
+from fast_batcher._load.report import Spread
+from fast_batcher.stats import number
 
 # The 95 % quantile of Student's distribution, by degrees of freedom from 1 on. Beyond the table it
 # is at most the last value.

@@ -23,7 +23,8 @@ from benchmarks.simulation.cells import (
 )
 from benchmarks.simulation.loads import RARE
 from benchmarks.simulation.models import MODELS
-from fast_batcher._load.report import Spread, number
+from fast_batcher._load.report import Spread
+from fast_batcher.stats import number
 
 # Percent over the optimum, by model. On cpu a batch costs little by itself, so the optimum sends
 # fewer than wait; a policy that sends all that wait is 2 to 3 % above it.

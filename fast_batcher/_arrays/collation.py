@@ -1,7 +1,7 @@
 """`Collation`: the rules that join inputs to one batch and split its outputs. Pure values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
 from fast_batcher.errors import ConfigurationError
@@ -30,12 +30,15 @@ class Padding:
     mask: str | None
     mask_of: str | None
     lengths: tuple[int, ...] = ()
-    # The shortest batch: a warm-up computes longer ones than its inputs.
-    least: int = 0
+    # The least length of some `dims`: a warm-up computes longer batches than its inputs.
+    least: Mapping[int, int] = field(default_factory=dict)
 
-    def fit(self, length: int) -> int:
-        """Return the length to which the longest row of a batch is filled."""
-        length = max(length, self.least)
+    def fit(self, length: int, *dims: int) -> int:
+        """Return the length to which an axis is filled, whose longest row has this `length`.
+
+        `dims` are the numbers of the axis, from the first one and from the last one.
+        """
+        length = max([length, *(self.least.get(dim, 0) for dim in dims)])
         return next((allowed for allowed in self.lengths if allowed >= length), length)
 
     def value_of(self, feature: str) -> PadValue | None:
@@ -96,10 +99,10 @@ class Collation:
                 entries cannot have a batch axis, else an error, because the reading must not
                 depend on the size of the batch. Any other output has one reading only.
             allowed_batch_sizes: The sizes that a compiled model takes. A batch of another size is
-                filled up to the next one with copies of its last row, whose outputs are dropped;
-                one that is larger than all of them is computed in parts. The time of each size is
-                learned, and a batch has as many of the waiting requests as answers most per second:
-                32 of 33 if 64 would take much longer. Empty: any size.
+                filled up to the next one with copies of its last row, whose outputs are dropped.
+                No batch is larger than the largest of them. The time of each size is learned, and a
+                batch has as many of the waiting requests as answers most per second: 32 of 33 if 64
+                would take much longer. Empty: any size.
 
         Raises:
             ConfigurationError: An argument is wrong.
@@ -153,8 +156,9 @@ class Collation:
             allowed_lengths: The lengths of padded axes that a compiled model takes. A batch is
                 filled up to the next one, or to its longest row if that is longer than all of them.
                 The warm-up computes each of them with each allowed batch size, from the length of
-                the shortest of `warmup_inputs` on, and all padded axes alike: give a short input
-                there. Empty: the longest row of the batch.
+                the shortest of `warmup_inputs` on: give a short input there. Of several padded axes
+                it computes all combinations of lengths, or the equal lengths alone if there are
+                more than 64 shapes. Empty: the longest row of the batch.
 
         Raises:
             ConfigurationError: An argument is wrong.

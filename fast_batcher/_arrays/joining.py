@@ -14,7 +14,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -227,8 +227,8 @@ def _batch_shape(row: Sequence[Any], dim: int, count: int) -> list[Any]:
 def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding) -> Any:
     """Join arrays or tensors after filling them up to the longest, or an allowed length."""
     longest = [max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)]
-    pairs = zip(longest, spec.shape, strict=True)
-    longest = [padding.fit(length) if fixed is None else length for length, fixed in pairs]
+    for axis in padding.axes_of(feature, len(longest)):
+        longest[axis] = padding.fit(longest[axis], axis, axis - len(longest))
     library: Any = sys.modules["torch" if spec.kind == "tensor" else "numpy"]
     device = {"device": spec.device} if spec.kind == "tensor" else {}
     shape = _batch_shape(longest, dim, len(leaves))
@@ -426,15 +426,16 @@ def join(rows: Sequence[Any], collation: Collation) -> Any:
         if row.signature != first.signature:
             raise CollationError(describe_difference(first, row))
         leaves.append(row.leaves)
-    return _join_leaves(first, leaves, collation)
+    return join_leaves(first, leaves, collation)
 
 
-def join_apart(rows: Sequence[Row], collation: Collation) -> Any:
-    """Join rows that are known to be of one kind; see `join`."""
-    return _join_leaves(rows[0], [row.leaves for row in rows], collation)
+def count_elements(leaves: Iterable[Any]) -> int:
+    """Count the elements of arrays and tensors; a number or a text is one."""
+    return sum([math.prod(getattr(leaf, "shape", ())) for leaf in leaves if leaf is not None])
 
 
-def _join_leaves(first: Row, leaves: Sequence[list[Any]], collation: Collation) -> Any:
+def join_leaves(first: Row, leaves: Sequence[list[Any]], collation: Collation) -> Any:
+    """Join the leaves of rows that are known to be of the kind of the first; see `join`."""
     # Kind of joined numbers: tensors if the row has tensors and no arrays, else arrays.
     by_kind = {spec.kind: spec for spec in reversed(first.specs)}
     like = by_kind.get("array") or by_kind.get("tensor", NONE)

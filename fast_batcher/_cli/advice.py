@@ -34,6 +34,7 @@ from fast_batcher._cli.simulation import Arrivals, open_scheduler, poisson, simu
 from fast_batcher._session.streams import Stream
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherError
+from fast_batcher.stats import number
 
 # Arrivals of each simulation: the 95 % quantile rests on a thousand of them.
 REQUESTS = 20_000
@@ -363,7 +364,7 @@ def print_advice(console: Console, found: Found) -> None:
     lines = [
         f"Recommended: [bold]{settings}[/]",
         f"It answers {gain:.2g} times as many requests per second as single requests do; at "
-        f"{advice.rate:.4g} per second {_describe_outcome(advice.chosen.outcome)}.",
+        f"{number(advice.rate)} per second {_describe_outcome(advice.chosen.outcome)}.",
     ]
     if found.real is not None:
         real, predicted = map(_describe_outcome, (found.real.outcome, found.real.predicted))
@@ -403,7 +404,7 @@ def _list_warnings_of_load(found: Found) -> Iterator[str]:
     if advice.rate > chosen.capacity * chosen.num_workers:
         needed = ceil(advice.rate / (COMFORTABLE * chosen.capacity))
         yield (
-            f"{advice.rate:.4g} requests per second are more than {chosen.num_workers} workers "
+            f"{number(advice.rate)} requests per second are more than {chosen.num_workers} workers "
             f"compute; allow --workers {needed}"
         )
     elif chosen.outcome.lost:
@@ -413,6 +414,6 @@ def _list_warnings_of_load(found: Found) -> Iterator[str]:
         )
     if advice.rate >= COMFORTABLE * advice.loop_capacity:
         yield (
-            f"the event loop of one process sends and answers about {advice.loop_capacity:.3g} "
+            f"the event loop of one process sends and answers about {number(advice.loop_capacity)} "
             "requests per second; use several server processes"
         )

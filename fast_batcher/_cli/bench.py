@@ -36,12 +36,12 @@ from fast_batcher._load.report import (
     describe_lost,
     draw_loads,
     find_busiest,
-    number,
     spread,
     total,
 )
 from fast_batcher._load.run import OPEN_CONNECTIONS, WARM_UP, Loads, measure_loads
 from fast_batcher._version import __version__
+from fast_batcher.stats import number
 
 # A run takes half a minute, with warm-ups and the starts of the clients.
 CLIENTS, RATES, SECONDS, REPETITIONS = "1,8,32", "50%,80%", 1.2, 3

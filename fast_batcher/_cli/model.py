@@ -309,8 +309,8 @@ async def measure(
     """
     watcher = _Watcher()
     batcher.add_observer(watcher)
-    most = int(batcher.settings["max_batch_size"].value)
     allowed = tuple(batcher.explain().allowed_batch_sizes)
+    most = min([int(batcher.settings["max_batch_size"].value), *allowed[-1:]])
     usual = allowed or [1 << power for power in range(20)]
     sizes = sorted({1, most, *(size for size in usual if size < most)})
     if is_streaming(batcher):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher._core.values import Release
-from fast_batcher.stats import Cause, Explanation
+from fast_batcher.stats import Cause, Explanation, number
 
 # A gain below this share of the capacity is within what the service model is off by.
 LEAST_GAIN = 0.05
@@ -60,12 +60,12 @@ def explain(
     """Explain recent batches, oldest first, and older ones by what was `learned` from them."""
     if len(samples) < 2:
         return Explanation()
+    largest = min([setup.max_batch_size, *setup.allowed_batch_sizes[-1:]])
+    setup = setup._replace(max_batch_size=largest)
     began, ended = samples[0].began_at, max(sample.answered_at for sample in samples)
     seconds = max(ended - began, 1e-9)
     requests = sum(sample.size for sample in samples)
-    busy = sum(sample.answered_at - sample.began_at for sample in samples) / (
-        seconds * setup.num_workers
-    )
+    busy = sum(one.answered_at - one.began_at for one in samples) / (seconds * setup.num_workers)
     votes: Counter[Cause] = Counter()
     for sample in samples:
         votes[_find_cause(sample, setup)] += sample.size
@@ -178,12 +178,11 @@ def _advise(
             )
         return _advise_size(setup, service, rate)
     if cause == "window":
-        waited = sum(sample.waited * sample.size for sample in samples) / sum(
-            sample.size for sample in samples
-        )
+        requests = sum(one.size for one in samples)
+        waited = sum(one.waited * one.size for one in samples) / requests
         return (
             f"policy='adaptive' sends at once where waiting does not pay; requests wait "
-            f"{1000 * waited:.3g} ms now"
+            f"{number(1000 * waited)} ms now"
         )
     return {
         "disabled": "enabled=True lets requests share batches",
@@ -226,7 +225,7 @@ def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
         # The warm-up measures one input, and `max_batch_size` of them.
         remedy = "try max_batch_size=2" if full == 1 else "give the model warmup_inputs"
         return (
-            f"no other size than {sizes[0]:.3g} was measured, so what larger batches gain is "
+            f"no other size than {number(sizes[0])} was measured, so what larger batches gain is "
             f"unknown: {remedy}"
         )
     gain = 2 * service.median(full) / service.median(2 * full) - 1
@@ -238,5 +237,5 @@ def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
     also = " with an allowed size of as many" if 2 * full > max(service.steps, default=inf) else ""
     return (
         f"max_batch_size={2 * full}{also} is predicted to raise the capacity by {gain:.0%}, if the "
-        f"time of a batch goes on as from {sizes[0]:.3g} to {sizes[-1]:.3g} requests"
+        f"time of a batch goes on as from {number(sizes[0])} to {number(sizes[-1])} requests"
     )

@@ -95,6 +95,7 @@ class Method:
         self.name = name
         # The `max_batch_size` of the method; None for the batcher's.
         self._own_size = own_size
+        self._batcher_size = batcher_size
         self.size_cap = SizeCap(own_size or batcher_size)
         # Seconds of its batches by their size.
         self.service = ServiceModel()
@@ -103,8 +104,18 @@ class Method:
 
     def reconfigure(self, batcher_size: int) -> None:
         """Use another `max_batch_size` of the batcher, unless the method has its own."""
-        if self._own_size is None:
-            self.size_cap.limit(batcher_size)
+        self._batcher_size = batcher_size
+        self._limit_size()
+
+    def use_steps(self, steps: tuple[int, ...]) -> None:
+        """Use other allowed batch sizes; no batch is larger than the largest of them."""
+        if steps != self.service.steps:
+            self.service.use_steps(steps)
+            self._limit_size()
+
+    def _limit_size(self) -> None:
+        most = self._own_size or self._batcher_size
+        self.size_cap.limit(min([most, *self.service.steps[-1:]]))
 
 
 class Methods:
@@ -170,6 +181,8 @@ class BatchTimes:
         self.is_wanted = self.has_costs
         # Costs of the answered requests, and of their batches, which may be padded.
         self._answered_cost = self._computed_cost = 0.0
+        # Elements of the inputs of collations, and of the batches that were made of them.
+        self.own_elements = self.computed_elements = 0
         # Sizes and seconds of warm-up batches whose costs are unknown: see `price_warm_ups`.
         self.unpriced_warm_ups: list[tuple[float, float]] = []
 
@@ -180,7 +193,9 @@ class BatchTimes:
 
     @property
     def padding(self) -> float:
-        """Share of the computed cost that was padding or filling, 0 to 1."""
+        """Share of the computed elements, or else cost, that was padding or filling, 0 to 1."""
+        if self.computed_elements:
+            return 1 - self.own_elements / self.computed_elements
         return 1 - self._answered_cost / self._computed_cost if self._computed_cost else 0.0
 
     def _shape_of(self, requests: list[Request]) -> Shape:
@@ -217,15 +232,16 @@ class BatchTimes:
     def use_steps(self, allowed: Mapping[str, tuple[int, ...]]) -> bool:
         """Set the allowed batch sizes of methods by name; return whether there are any."""
         for method in self._methods.all:
-            method.service.use_steps(allowed.get(method.name, ()))
+            method.use_steps(allowed.get(method.name, ()))
         has_steps = any(allowed.values())
         self.is_wanted = self.is_wanted or has_steps
         return has_steps
 
     def observe_warm_up(self, times: Iterable[tuple[float, float]]) -> None:
-        """Learn from the sizes and seconds of batches that a worker has computed to warm up."""
+        """Learn from the sizes and seconds of the batches of `infer` that warmed a worker up."""
         for size, seconds in times:
-            self.by_size.observe(size, seconds)
+            for service in {self.by_size, self._methods.first.service}:
+                service.observe(size, seconds)
             if self._packer is not None and not self.is_known:
                 self.unpriced_warm_ups.append((size, seconds))
 

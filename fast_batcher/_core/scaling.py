@@ -15,6 +15,7 @@ from math import ceil, inf
 from typing import Final, NamedTuple
 
 from fast_batcher._core.explanation import HIGH_LOAD
+from fast_batcher.stats import number
 
 # Seconds between two measurements: a quarter of `PATIENCE`.
 SCALING_INTERVAL: Final = 0.5
@@ -159,7 +160,7 @@ class Scaling:
         cause = "requests are rejected" if is_rejecting else f"the backlog is {backlog:.3g} seconds"
         return ScalingDecision(
             count,
-            f"{cause}, and {rate:.3g} requests per second arrive; a worker answers {capacity:.3g}",
+            f"{cause}; {number(rate)} requests/s arrive, a worker answers {number(capacity)}",
         )
 
     def _decide_down(
@@ -178,5 +179,5 @@ class Scaling:
         return ScalingDecision(
             rest,
             f"for {QUIET:.0f} seconds fewer workers could have answered twice as many requests; "
-            f"{rate:.3g} per second arrive now",
+            f"{number(rate)} per second arrive now",
         )

@@ -537,8 +537,13 @@ class Scheduler:
 
     @property
     def padding(self) -> float:
-        """Share of the computed cost that was padding or filling, 0 to 1."""
+        """Share of the computed elements or cost that was padding or filling, 0 to 1."""
         return self._times.padding
+
+    def count_elements(self, own: int, computed: int) -> None:
+        """Count the elements of a batch's inputs, and those of the batch."""
+        self._times.own_elements += own
+        self._times.computed_elements += computed
 
     @property
     def next_expiry(self) -> float:

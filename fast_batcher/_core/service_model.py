@@ -142,17 +142,14 @@ class ServiceModel:
 
     def use_steps(self, steps: tuple[int, ...]) -> None:
         """Use other steps from now on, and forget what was learned with the previous ones."""
-        if steps != self.steps:
-            self.steps = steps
-            self._buckets.clear()
-            self._median = self._high = None
+        self.steps = steps
+        self._buckets.clear()
+        self._median = self._high = None
 
     def fill(self, size: float) -> float:
-        """Return the size to which a batch is filled; one beyond all steps is divided first."""
-        if not self.steps:
-            return size
-        rest = size % self.steps[-1]
-        return size - rest + (self.steps[bisect_left(self.steps, rest)] if rest else 0)
+        """Return the size to which a batch is filled; no batch is larger than the last step."""
+        at = bisect_left(self.steps, size)
+        return self.steps[at] if at < len(self.steps) else size
 
     def best_size(self, count: int) -> int:
         """Return how many of `count` waiting requests to compute now, all or as many as a step.

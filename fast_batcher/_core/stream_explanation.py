@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from fast_batcher._core.explanation import LEAST_GAIN, BatchSample, Setup
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher.stats import Cause, Explanation
+from fast_batcher.stats import Cause, Explanation, number
 
 # Share of the places from which a step counts as full.
 FULL_STEP = 0.9
@@ -71,7 +71,7 @@ def _advise_places(cause: Cause, setup: Setup, service: ServiceModel) -> str:
     if largest < 2 * smallest:
         return (
             f"max_batch_size={2 * places} or num_workers={workers}: no other steps than of "
-            f"{largest:.3g} streams were measured, so which of them gains more is unknown"
+            f"{number(largest)} streams were measured, so which of them gains more is unknown"
         )
     growth = service.median(2 * places) / service.median(places)
     if 2 / growth < 1 + LEAST_GAIN:

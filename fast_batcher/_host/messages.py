@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._session.life import Changes
-from fast_batcher._transport.channels import Frame, HostKind, pack_header
+from fast_batcher._transport.channels import Frame, HostKind, pack_frame
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.observing import (
     BatchAnswered,
@@ -54,8 +54,7 @@ Handlers = Mapping[int | type, Callable[..., object]]
 
 def pack_message(message: tuple[Any, ...]) -> bytes:
     """Pack a message as a whole frame, for a socket that has no channel yet."""
-    body = dumps(message)
-    return pack_header(HostKind.MESSAGE, len(body), 0, 0.0) + body
+    return pack_frame(HostKind.MESSAGE, dumps(message))
 
 
 def dispatch(frame: Frame, handlers: Handlers) -> None:

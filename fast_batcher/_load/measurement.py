@@ -15,6 +15,7 @@ from typing import IO, NamedTuple
 
 from fast_batcher._load import client as client_process
 from fast_batcher._load.client import ANSWER_LIMIT, Plan, Record, Target
+from fast_batcher.stats import number
 
 # Seconds for the start of the clients and for their results. The limit only ends what hangs.
 SPARE_TIME = 300.0
@@ -74,8 +75,7 @@ class Case:
         """Name the load."""
         if self.rate is None:
             return f"{self.clients} client{'s' if self.clients != 1 else ''}"
-        rate = f"{self.rate:.0f}" if self.rate >= 100 else f"{self.rate:.3g}"
-        return f"{rate}/s" + (f" ({self.share:.0%})" if self.share else "")
+        return f"{number(self.rate)}/s" + (f" ({self.share:.0%})" if self.share else "")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from fast_batcher._load.measurement import Case, LoadMeasurement
+from fast_batcher.stats import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,13 +43,6 @@ class Spread:
         if self.low == self.high:  # one repetition
             return number(self.median)
         return f"{number(self.median)} ({number(self.low)}-{number(self.high)})"
-
-
-def number(value: float) -> str:
-    """Format with three significant digits and without an exponent."""
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.4f}"
 
 
 def spread(measurements: Iterable[LoadMeasurement], case: Case, figure: str) -> Spread | None:

@@ -508,6 +508,8 @@ class FrameWorker(WorkerHandle):
             self._step = loads(body)
         elif kind == Kind.SKIPPED:
             self.listener.skipped(self.id, batch_id)
+        elif kind == Kind.ELEMENTS:
+            self.listener.filled(*loads(body))
         elif kind == Kind.PONG:
             self._events.worker_answers(self)
         elif kind == Kind.FREED:

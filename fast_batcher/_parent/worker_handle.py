@@ -141,6 +141,9 @@ class BatchEvents(Protocol):
     def answered(self, worker_id: int, batch_id: int, seconds: float, answer: Answer, /) -> None:
         """Handle the outcomes of a batch, which the model has computed in `seconds`."""
 
+    def filled(self, own: int, computed: int, /) -> None:
+        """Handle the elements of a batch's inputs, and those of the batch; its answer follows."""
+
     def failed(
         self,
         worker: int,

@@ -178,6 +178,8 @@ class ThreadWorker(WorkerHandle):
             how, error = job.failure
             self._report(listener.failed, *place, job.seconds, how, partial(decode, error))
         else:
+            if job.elements[1]:
+                self._report(listener.filled, *job.elements)
             answer = self._make_answer(job.spread(job.outputs), job.errors)
             self._report(listener.answered, *place, job.seconds, answer)
 

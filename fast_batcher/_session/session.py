@@ -520,6 +520,10 @@ class LocalSession(Session):
             self._advance(monotonic())
         self._settle(batch, batch.requests, answer)
 
+    def filled(self, own: int, computed: int) -> None:
+        """Count the elements of a batch's inputs, and those of the batch."""
+        self.scheduler.count_elements(own, computed)
+
     def failed(
         self, worker: int, batch_id: int, seconds: float, how: Failed, fail: Callable[[], Failure]
     ) -> None:

@@ -110,6 +110,7 @@ class Kind:
     # read-only, items, errors by position).
     SHARED_OUTPUTS = 21
     PONG = 22
+    ELEMENTS = 37  # pickled: elements of a batch's inputs, and of the batch; its answer follows
     FREED = 27  # a pickled list: ids of batches that have no view left
     # Pickled: a `Step`, whose chunks come in the next frame, and the kind of an answer.
     STEP = 30
@@ -117,7 +118,7 @@ class Kind:
     # Each of these is one pickled SerializedError, for every request of the batch.
     FAILED, RAISED, OUT_OF_MEMORY, FATAL, EVICTED = Failed
     SKIPPED = 28  # the batch was not computed, because no caller waits for it
-    LOG = 29  # a log record, from a worker on another machine
+    LOG = 38  # a log record, from a worker on another machine
 
 
 class HostKind:
@@ -155,6 +156,11 @@ class Frame(NamedTuple):
 _make_frame: Final = functools.partial(tuple.__new__, Frame)
 # Packs a header: kind, body length, batch id, seconds.
 pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
+
+
+def pack_frame(kind: int, body: bytes) -> bytes:
+    """Pack a frame that belongs to no batch."""
+    return pack_header(kind, len(body), 0, 0.0) + body
 
 
 def unpack_header(header: bytes) -> tuple[int, int]:

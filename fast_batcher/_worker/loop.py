@@ -24,7 +24,7 @@ from fast_batcher._observers import NO_CONTEXTS, BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_header
+from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_frame
 from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     OutOfBandPickle,
@@ -36,7 +36,7 @@ from fast_batcher._transport.pickling import (
     view_pickle,
 )
 from fast_batcher._transport.progress import BEGUN, GPU_BYTES, TAKEN, WorkerProgress
-from fast_batcher._worker.model import find_gpu, free_memory
+from fast_batcher._worker.model import CollatedModel, find_gpu, free_memory
 from fast_batcher._worker.states import Session, SessionInfer
 from fast_batcher.errors import (
     ConfigurationError,
@@ -222,10 +222,8 @@ class InputReader:
     def pack_freed(self) -> bytes:
         """Return a FREED frame with the batches that have no view left; empty without any."""
         freed = self._slabs.take_freed() if isinstance(self._slabs, SlabViews) else []
-        if not freed:  # a child that the model has forked still has views
-            return b""
-        body = pickling.dumps(freed)
-        return pack_header(Kind.FREED, len(body), 0, 0.0) + body
+        # There are none while a child that the model has forked still has views.
+        return pack_frame(Kind.FREED, dumps(freed)) if freed else b""
 
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
         """Return views of inputs in shared memory."""
@@ -284,7 +282,7 @@ class BatchJob:
     """A batch in the worker, from its arrival to its answer."""
 
     __slots__ = (
-        *("batch_id", "contexts", "errors", "failure", "inputs", "is_skipped"),
+        *("batch_id", "contexts", "elements", "errors", "failure", "inputs", "is_skipped"),
         *("method", "outputs", "pieces", "seconds", "sessions"),
     )
 
@@ -309,6 +307,8 @@ class BatchJob:
         self.is_skipped = False
         # Seconds in the method.
         self.seconds = 0.0
+        # Elements of the inputs, and of the batches of a collation; 0 where nothing is filled.
+        self.elements = (0, 0)
 
     @classmethod
     def make_ping(cls) -> "BatchJob":
@@ -479,6 +479,8 @@ class FramePort:
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
         inputs = self._inputs
         ahead = inputs.pack_freed() if inputs.freed or inputs.forks else b""
+        if job.elements[1]:
+            ahead += pack_frame(Kind.ELEMENTS, dumps(job.elements))
         for kind, body in frames:
             self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
             ahead = b""
@@ -509,8 +511,7 @@ class FramePort:
         *fragments, (kind, body) = self._encoder.pack(chunks, {})
         for fragment_kind, fragment in fragments:
             self._channel.send(fragment_kind, 0, fragment)
-        named = dumps((step, kind))
-        ahead = pack_header(Kind.STEP, len(named), 0, 0.0) + named
+        ahead = pack_frame(Kind.STEP, dumps((step, kind)))
         self._channel.send(Kind.CHUNKS, 0, body, seconds, ahead)
         if self._reads_gpu_at is not None and monotonic() >= self._reads_gpu_at:
             self._read_gpu()
@@ -591,6 +592,9 @@ class BatchLoop:
                 lend(())
                 job.pieces = []
         job.seconds = monotonic() - started
+        model = self._models[job.method]
+        if count and isinstance(model, CollatedModel):
+            job.elements = model.elements
         try:
             job.outputs = list_outputs(
                 outputs, count, f"{job.method} returned", copies=self._copies

@@ -40,7 +40,7 @@ from fast_batcher._worker.model import (
     warm_up,
     warn_about_unused_gpus,
 )
-from fast_batcher._worker.stages import StageLoop, Stages
+from fast_batcher._worker.stages import StageLoop, Stages, StagesInTurn
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model import MethodOptions, find_methods, is_stepped
 
@@ -195,10 +195,11 @@ def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
     stages = Stages(model, settings.stage_threads)
     in_turn = models["infer"]
     if stages.count > 1:
-        in_turn = stages.run_in_turn(in_turn.infer)
+        in_turn = StagesInTurn(stages, in_turn.infer)
     own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
     allowed = list_allowed_sizes(models)
-    times = warm_up(in_turn, own_size or settings.max_batch_size, allowed.get("infer", ()))
+    most, sizes = own_size or settings.max_batch_size, allowed.get("infer", ())
+    times = warm_up(models["infer"], most, sizes, in_turn.infer)
     warm = monotonic()
     if settings.freeze_gc:
         freeze_for_good()

@@ -10,20 +10,23 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from time import monotonic
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 
 from fast_batcher._arrays.collation import Collation, check_sizes
 from fast_batcher._arrays.joining import (
     Row,
+    count_elements,
     describe_difference,
     is_one_value,
-    join_apart,
+    join_leaves,
     list_outputs,
     make_row,
     split,
 )
+from fast_batcher._arrays.trees import flatten
 from fast_batcher._devices import find_gpus
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._transport import pickling
@@ -38,7 +41,6 @@ from fast_batcher.errors import (
     is_out_of_memory,
 )
 from fast_batcher.model import (
-    MethodOptions,
     describe_arguments,
     find_methods,
     find_model_fault,
@@ -169,45 +171,41 @@ def _resolve(name: str) -> Any:
     return target
 
 
-def collate(model: Any, *, copies: bool = False) -> Any:
-    """Return a model that takes and returns lists: the model itself if it declares no collation."""
-    collation = getattr(model, "collation", None)
-    if collation is None:
-        return model
-    if not isinstance(collation, Collation):
-        raise ConfigurationError(
-            f"collation={collation!r:.100} of {type(model).__qualname__}: make one with "
-            "Collation.stack() or Collation.pad()"
-        )
-    return CollatedModel(model, collation, copies=copies)
-
-
 def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
-    """Return the model for each of its methods by name, as `collate` does; "infer" is the first."""
+    """Return an object for each method of a model by name, whose `infer` takes and returns lists.
+
+    "infer" is the first; without a collation its object is the model.
+    """
     if is_session_model(type(model)):
         return {"infer": SessionInfer(model)}
-    marked = find_methods(model)
-    own = marked.pop("infer", MethodOptions()).collation
-    methods = {
-        name: collate(OneMethod(getattr(model, name), options.collation), copies=copies)
-        for name, options in marked.items()
-    }
-    infer = CollatedModel(model, own, copies=copies) if own else collate(model, copies=copies)
-    return {"infer": infer, **methods}
+    collations = {name: options.collation for name, options in find_methods(model).items()}
+    own = collations.pop("infer", None) or getattr(model, "collation", None)
+    name = type(model).__qualname__
+    if own is not None and not isinstance(own, Collation):
+        raise ConfigurationError(
+            f"collation={own!r:.100} of {name}: make one with Collation.stack() or Collation.pad()"
+        )
+    if own is not None and (sizes := getattr(model, "allowed_batch_sizes", None)):
+        raise ConfigurationError(
+            f"allowed_batch_sizes={sizes!r:.100} of {name}: it has a collation, which takes them "
+            "as an argument: Collation.stack(allowed_batch_sizes=...)"
+        )
+    found = {"infer": model if own is None else CollatedModel(model, own, copies=copies)}
+    for name, collation in collations.items():
+        method = SimpleNamespace(infer=getattr(model, name))
+        found[name] = CollatedModel(method, collation, copies=copies) if collation else method
+    return found
+
+
+# Most shapes that a warm-up computes where several axes are padded: a compiler takes some seconds
+# for each, and `start_timeout` is five minutes by default.
+MOST_SHAPES: Final = 64
 
 
 def list_allowed_sizes(models: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the allowed batch sizes of the methods that have some."""
     sizes = {name: getattr(model, "allowed_batch_sizes", None) for name, model in models.items()}
     return {name: check_sizes(allowed) for name, allowed in sizes.items() if allowed}
-
-
-class OneMethod:
-    """A model whose `infer` is a method of another model."""
-
-    def __init__(self, infer: Callable[[Any], Any], collation: Collation | None) -> None:
-        self.infer = infer
-        self.collation = collation
 
 
 class CollatedModel:
@@ -219,24 +217,31 @@ class CollatedModel:
         # Whether outputs must not be views of the arrays that the model returns.
         self._copies = copies
         self.allowed_batch_sizes = collation.allowed_batch_sizes
+        self.warmup_inputs = getattr(model, "warmup_inputs", list)
+        # Elements of the inputs of the last `infer`, and of the batches that were made of them; 0
+        # where nothing is filled.
+        self.elements = (0, 0)
 
-    def at_lengths(self) -> Iterator[int]:
-        """Yield the allowed lengths; meanwhile batches are at least as long."""
+    def at_lengths(self, sizes: int) -> Iterator[tuple[int, ...]]:
+        """Yield allowed lengths of the padded axes; meanwhile batches are at least as long."""
         collation, padding = self._collation, self._collation.padding
         if padding is None:
             return
-        for length in padding.lengths:
-            self._collation = replace(collation, padding=replace(padding, least=length))
-            yield length
+        shapes = [*product(padding.lengths, repeat=len(padding.dims))]
+        equal = [lengths for lengths in shapes if len({*lengths}) == 1]
+        if len(equal) < len(shapes) and len(shapes) * sizes > MOST_SHAPES:
+            text = "the warm-up computes %d equal lengths of the padded axes, and not all %d shapes"
+            logger.warning(text, len(equal), len(shapes) * sizes)
+            shapes = equal
+        for lengths in shapes:
+            least = dict(zip(padding.dims, lengths, strict=True))
+            self._collation = replace(collation, padding=replace(padding, least=least))
+            yield lengths
         self._collation = collation
-
-    def warmup_inputs(self) -> list[Any]:
-        """Return the model's examples, each a row as a caller sends it."""
-        warmup_inputs = getattr(self._model, "warmup_inputs", None)
-        return [] if warmup_inputs is None else list(warmup_inputs())
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         """Compute inputs in one or more calls of the model; return an output or error for each."""
+        self.elements = (0, 0)
         outcomes: list[Any] = [None] * len(inputs)
         rows: dict[int, Row] = {}
         for position, value in enumerate(inputs):
@@ -244,7 +249,7 @@ class CollatedModel:
                 rows[position] = make_row(value, self._collation)
             except CollationError as error:
                 outcomes[position] = error
-        calls = list(self._divide(rows, outcomes))
+        calls = self._divide(rows, outcomes)
         for positions in calls:
             computed = self._infer_rows([rows[position] for position in positions])
             if len(calls) > 1:
@@ -254,14 +259,13 @@ class CollatedModel:
                 outcomes[position] = outcome
         return outcomes
 
-    def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> Iterator[list[int]]:
-        """Yield the positions of each call's inputs; set errors for inputs that no call gets."""
+    def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> list[list[int]]:
+        """Return the positions of each call's inputs; set errors for inputs that no call gets."""
         groups: dict[Any, list[int]] = {}
         for position, row in rows.items():
             groups.setdefault(row.signature, []).append(position)
-        kinds = list(groups.values())
+        kinds = sorted(groups.values(), key=len, reverse=True)
         if len(kinds) > 1 and self._collation.unequal == "error":
-            kinds.sort(key=len, reverse=True)
             most, *others = kinds
             if 2 * len(most) <= len(rows):  # no majority, so no input is known to be the wrong one
                 raise self._difference(rows, most, others[0])
@@ -269,11 +273,7 @@ class CollatedModel:
                 for position in few:
                     outcomes[position] = self._difference(rows, most, few)
             kinds = [most]
-        allowed = self.allowed_batch_sizes
-        for positions in kinds:
-            step = max(allowed, default=len(positions))
-            for start in range(0, len(positions), step):
-                yield positions[start : start + step]
+        return kinds
 
     def _difference(self, rows: dict[int, Row], most: list[int], few: list[int]) -> CollationError:
         difference = describe_difference(rows[most[0]], rows[few[0]])
@@ -284,20 +284,26 @@ class CollatedModel:
         count = len(rows)
         sizes = self.allowed_batch_sizes
         size = next((allowed for allowed in sizes if allowed >= count), count)
-        batch = join_apart([*rows, *[rows[-1]] * (size - count)], self._collation)
+        leaves = [row.leaves for row in rows]
+        batch = join_leaves(rows[0], [*leaves, *leaves[-1:] * (size - count)], self._collation)
+        if sizes or self._collation.padding is not None:
+            own, computed = self.elements
+            own += sum(map(count_elements, leaves))
+            self.elements = (own, computed + count_elements(flatten(batch)[0]))
         outputs = self._model.infer(batch)
         try:
-            rows = split(outputs, size, self._collation, to_cpu=True, copy=self._copies)
-            return rows[:count]
+            return split(outputs, size, self._collation, to_cpu=True, copy=self._copies)[:count]
         except OutputMismatchError as error:
             # A retry with fewer inputs cannot succeed.
             return [error] * count
 
 
 def warm_up(
-    model: Any, max_batch_size: int, allowed: Sequence[int] = ()
+    model: Any, most: int, allowed: Sequence[int] = (), infer: Callable[[Any], Any] | None = None
 ) -> list[tuple[int, float]]:
     """Compute batches of `warmup_inputs`: of one, of each allowed size and length, full ones.
+
+    Another `infer` may run further stages of the model.
 
     Each size is computed at least twice, and the last time counts: the first may compile. A worker
     that runs out of memory starts without the larger sizes: the scheduler makes batches smaller
@@ -307,7 +313,7 @@ def warm_up(
         Sizes and seconds.
     """
     try:
-        return _compute_all(model, max_batch_size, allowed)
+        return _compute_all(model, most, allowed, infer or model.infer)
     except Exception as error:
         raise WorkerStartupError(
             f"during warm-up with the inputs of warmup_inputs(): {pickling.one_line(error)}"
@@ -315,27 +321,27 @@ def warm_up(
 
 
 def _compute_all(
-    model: Any, max_batch_size: int, allowed: Sequence[int]
+    model: Any, most: int, allowed: Sequence[int], infer: Callable[[Any], Any]
 ) -> list[tuple[int, float]]:
-    warmup_inputs = getattr(model, "warmup_inputs", None)
-    found = [] if warmup_inputs is None else warmup_inputs()
+    found: Any = getattr(model, "warmup_inputs", list)()
     if is_one_value(found):
         raise TypeError(f"they are a {type(found).__name__}; return a list of inputs")
     inputs = list(found)
     if not inputs:
         return []
-    sizes = sorted({1, max_batch_size, *(size for size in allowed if size < max_batch_size)})
+    most = min([most, *allowed[-1:]])
+    sizes = sorted({1, most, *(size for size in allowed if size < most)})
     times: list[tuple[int, float]] = []
-    _compute_lengths(model, inputs, sizes)
+    _compute_lengths(model, infer, inputs, sizes)
     for size in sizes:
         # All inputs are computed in full batches.
-        count = size if size < max_batch_size else -(-len(inputs) // size) * size
+        count = size if size < most else -(-len(inputs) // size) * size
         repeated = list(islice(cycle(inputs), count))
         began = monotonic()
         try:
             for start in range(0, count, size):
-                _time_batch(model, repeated[start : start + size])
-            times.append((size, _time_batch(model, repeated[:size])))
+                _time_batch(infer, repeated[start : start + size])
+            times.append((size, _time_batch(infer, repeated[:size])))
         except BaseException as error:
             if size == 1 or not is_out_of_memory(error):
                 raise
@@ -347,23 +353,25 @@ def _compute_all(
     return times
 
 
-def _compute_lengths(model: Any, inputs: list[Any], sizes: Sequence[int]) -> None:
+def _compute_lengths(
+    model: Any, infer: Callable[[Any], Any], inputs: list[Any], sizes: Sequence[int]
+) -> None:
     """Compute a batch of each allowed length and size, so that no request waits for its shape."""
     # A longer one would hide the shorter lengths.
     shortest = min(inputs, key=pickling.measure_size)
-    for length in model.at_lengths() if isinstance(model, CollatedModel) else ():
+    for lengths in model.at_lengths(len(sizes)) if isinstance(model, CollatedModel) else ():
         began = monotonic()
         for size in sizes:
-            _time_batch(model, [shortest] * size)
-        logger.info("warm-up of inputs of length %d took %.1f s", length, monotonic() - began)
+            _time_batch(infer, [shortest] * size)
+        logger.info("warm-up of inputs of lengths %s took %.1f s", lengths, monotonic() - began)
 
 
-def _time_batch(model: Any, inputs: list[Any]) -> float:
+def _time_batch(infer: Callable[[Any], Any], inputs: list[Any]) -> float:
     """Compute a batch, check its outputs, and return the seconds that `infer` took."""
     count = len(inputs)
     batch = [_copy_input(value) for value in inputs]
     started = monotonic()
-    outputs = model.infer(batch)
+    outputs = infer(batch)
     seconds = monotonic() - started
     for output in list_outputs(outputs, count, "infer returned", copies=False):
         # There is no request yet, so the cause is the declaration or the model.

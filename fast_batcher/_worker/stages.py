@@ -27,7 +27,6 @@ class Stages:
     """The optional methods `prepare` and `finish` of a model, and the threads that run them."""
 
     def __init__(self, model: Any, threads: int) -> None:
-        self._model = model
         self.prepare = _find_method(model, "prepare")
         self.finish = _find_method(model, "finish")
         self.count = 1 + (self.prepare is not None) + (self.finish is not None)
@@ -39,10 +38,6 @@ class Stages:
         if function is None:
             return None
         return [self._pool.submit(function, value) for value in values]
-
-    def run_in_turn(self, infer: Callable[[list[Any]], Any]) -> "StagesInTurn":
-        """Return a model that runs all stages of a batch before it returns, for the warm-up."""
-        return StagesInTurn(self, infer, getattr(self._model, "warmup_inputs", tuple))
 
     def close(self) -> None:
         """Cancel the calls that have not begun, and wait for the others."""
@@ -58,17 +53,11 @@ def _find_method(model: Any, name: str) -> Callable[[Any], Any] | None:
 
 
 class StagesInTurn:
-    """A model whose `infer` runs all stages."""
+    """A model whose `infer` runs all stages of a batch before it returns."""
 
-    def __init__(
-        self,
-        stages: Stages,
-        infer: Callable[[list[Any]], Any],
-        warmup_inputs: Callable[[], Sequence[Any]],
-    ) -> None:
+    def __init__(self, stages: Stages, infer: Callable[[list[Any]], Any]) -> None:
         self._stages = stages
         self._infer = infer
-        self.warmup_inputs = warmup_inputs
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         """Run the stages; raise the first error."""

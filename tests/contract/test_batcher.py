@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from models.base import Echo
-from models.collated import Compiles, FillsItself
+from models.collated import Compiles, FillsItself, SetsCollation, SumsKinds
 from models.crashing import Stuck
 from models.loading import NeverLoads
 from models.methods import Both
@@ -84,14 +84,28 @@ async def test_no_request_waits_for_the_compilation_of_an_allowed_size() -> None
         assert batcher.stats.restarts == 0
 
 
-@pytest.mark.parametrize("model", [Compiles, FillsItself, "models.collated:FillsItself"])
+@pytest.mark.parametrize(
+    "model", [Compiles, FillsItself, SetsCollation, "models.collated:FillsItself"]
+)
 async def test_scheduler_learns_one_time_for_each_allowed_size(model: Any) -> None:
     """The worker tells the sizes, which a model may set in its constructor."""
-    async with DynBatcher(model, 16) as batcher:
-        for count in (1, 3, 7, 7):
+    async with DynBatcher(model, 32) as batcher:
+        for count in (1, 3, 7, 7, 40):
             await asyncio.gather(*map(batcher.process_batched, [np.zeros(3)] * count))
         assert [size for size, *_ in batcher.explain().service_times] == [1, 4, 16]
         assert batcher.stats.padding > 0
+        assert max(batcher.stats.batch_sizes) <= 16
+
+
+@pytest.mark.parametrize("workers", ["processes", "threads"])
+async def test_padding_counts_the_elements_of_all_calls(workers: Any) -> None:
+    """Each batch of a long row and a short one is computed as 4 rows of 2 and 4 of 3 elements."""
+    rows = [np.ones(2), np.ones(3)]
+    options = {"policy": "fixed", "max_delay": 60.0, "workers": workers}
+    async with DynBatcher(SumsKinds, 2, **options) as batcher:
+        for _ in range(3):
+            assert await batcher.process_many(rows) == [2.0, 3.0]
+        assert batcher.stats.padding == pytest.approx(1 - 5 / 20)
 
 
 class WaitsForFour:

@@ -340,7 +340,7 @@ def test_the_event_loop_limits_a_quick_model() -> None:
     assert advice.loop_capacity == pytest.approx(1e5)
     assert max(one.capacity for one in advice.candidates) == pytest.approx(1e5)
     (warning,) = warnings_of(advice)
-    assert "about 1e+05 requests per second; use several server processes" in warning
+    assert "about 100000 requests per second; use several server processes" in warning
 
 
 @pytest.mark.anyio

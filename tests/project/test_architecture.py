@@ -215,6 +215,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "sessions": {"model", "types"},
     "stepped": {"_arrays.joining", "errors", "model", "types"},
     "_arrays": {"errors", "settings"},
+    "_load": {"stats"},
 }
 
 

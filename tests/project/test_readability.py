@@ -47,7 +47,7 @@ FOREIGN_NAMES = {
 BUDGETS = {
     "streams": (
         r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_\w+\.py|_host/streams\.py",
-        750,
+        745,
     ),
     "sessions": (
         r"sessions\.py|_session/sessions\.py|_worker/states\.py|_core/sessions\.py",
@@ -55,11 +55,11 @@ BUDGETS = {
     ),
     "independence": (r"_independence\.py", 93),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
-    "tools": (r"(_cli|_load)/|__main__\.py", 2443),
+    "tools": (r"(_cli|_load)/|__main__\.py", 2441),
     "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1773),
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
-    # rules of the user's.
-    "core": ("", 18_729),
+    # rules of the user's; 24 for the count of filled elements, which the worker alone knows.
+    "core": ("", 18_753),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -5,7 +5,8 @@ The calls of the model are looked at here; real workers with such models are at 
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from fast_batcher import (
     InferenceError,
     OutputMismatchError,
 )
-from fast_batcher._worker.model import CollatedModel, collate, warm_up
+from fast_batcher._worker.model import CollatedModel, collate_methods, warm_up
 
 
 class Recorder:
@@ -81,14 +82,44 @@ def test_rows_of_one_array_are_filled_too() -> None:
 def test_warm_up_computes_each_allowed_length_with_each_size() -> None:
     recorder = Recorder(lambda batch: batch.sum(axis=1))
     collation = Collation.pad(value=0, allowed_batch_sizes=(1, 4), allowed_lengths=(8, 32))
-    model = CollatedModel(recorder, collation)
     recorder.warmup_inputs = lambda: [row(12), row(3)]  # type: ignore[attr-defined]
+    model = CollatedModel(recorder, collation)
     times = warm_up(model, 4, (1, 4))
     assert [size for size, _ in times] == [1, 4]
     assert {batch.shape for batch in recorder.batches} == {(1, 8), (4, 8), (1, 32), (4, 32)}
     # Afterwards batches are as long as their inputs need.
     model.infer([row(3)])
     assert recorder.batches[-1].shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_complete"), [((8, 32), True), ((1, 2, 4, 8), True), (range(4, 36, 4), False)]
+)
+def test_warm_up_computes_combinations_of_lengths(
+    lengths: Sequence[int], is_complete: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most 64 shapes: of 8 lengths of two axes the equal ones alone, with each of two sizes."""
+    recorder = Recorder(lambda batch: batch.sum(axis=(1, 2)))
+    collation = Collation.pad(value=0, dims=(0, -1), allowed_lengths=lengths)
+    recorder.warmup_inputs = lambda: [np.ones((1, 1))]  # type: ignore[attr-defined]
+    model = CollatedModel(recorder, collation)
+    warm_up(model, 4)
+    pairs = [*product(lengths, repeat=2)] if is_complete else [*zip(lengths, lengths, strict=True)]
+    assert {batch.shape for batch in recorder.batches} == {
+        (n, *pair) for n in (1, 4) for pair in pairs
+    }
+    missing = "the warm-up computes 8 equal lengths of the padded axes, and not all 128 shapes"
+    assert (missing in caplog.text) != is_complete
+    model.infer([np.ones((1, 5))])
+    assert recorder.batches[-1].shape == (1, lengths[0], 8)
+
+
+def test_warm_up_computes_lengths_with_all_stages() -> None:
+    recorder = Recorder(lambda batch: batch.sum(axis=1))
+    recorder.warmup_inputs = lambda: [3]  # type: ignore[attr-defined]
+    model = CollatedModel(recorder, Collation.pad(value=0, allowed_lengths=(8, 32)))
+    warm_up(model, 2, infer=lambda inputs: model.infer([np.ones(length) for length in inputs]))
+    assert {batch.shape for batch in recorder.batches} == {(1, 8), (2, 8), (1, 32), (2, 32)}
 
 
 def test_the_model_is_given_one_batch() -> None:
@@ -113,14 +144,26 @@ def test_a_batch_is_a_copy_of_its_inputs() -> None:
 
 def test_a_model_without_a_collation_is_left_alone() -> None:
     recorder = Recorder()
-    assert collate(recorder) is recorder
+    assert collate_methods(recorder) == {"infer": recorder}
 
 
 def test_invalid_collation_is_named() -> None:
     recorder: Any = Recorder()
     recorder.collation = "stack"
     with pytest.raises(ConfigurationError, match="collation='stack' of Recorder: make one with"):
-        collate(recorder)
+        collate_methods(recorder)
+
+
+def test_sizes_beside_a_collation_are_rejected() -> None:
+    """A class is checked in the app; `__init__` and `batchable` set these in the worker only."""
+    recorder: Any = Recorder()
+    recorder.allowed_batch_sizes = (1, 4)
+    assert collate_methods(recorder) == {"infer": recorder}
+    recorder.collation = Collation.stack()
+    with pytest.raises(
+        ConfigurationError, match=r"allowed_batch_sizes=\(1, 4\) of Recorder: it has"
+    ):
+        collate_methods(recorder)
 
 
 # Unequal inputs.
@@ -169,8 +212,10 @@ def test_groups_are_computed_separately_in_order() -> None:
 # Sizes of a compiled model.
 
 
-@given(count=st.integers(1, 20), sizes=st.sets(st.integers(1, 8), min_size=1, max_size=3))
+@given(count=st.integers(1, 8), sizes=st.sets(st.integers(1, 8), max_size=3))
 def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None:
+    """The scheduler makes no batch that is larger than all of them."""
+    sizes.add(8)
     recorder = Recorder(lambda batch: batch + 1)
     inputs = [np.array([number]) for number in range(count)]
     collation = Collation.stack(allowed_batch_sizes=sorted(sizes))
@@ -182,6 +227,33 @@ def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None
     # Only the last batch is filled up, with its last row.
     assert seen == sorted(seen)
     assert seen[count:] == [count - 1] * (len(seen) - count)
+
+
+@pytest.mark.parametrize(
+    ("collation", "lengths", "elements"),
+    [
+        # 2 + 2 + 3 of 4 x 2 and 4 x 3.
+        (Collation.stack(unequal="group", allowed_batch_sizes=(4,)), (2, 3, 2), (7, 20)),
+        (Collation.pad(value=0, allowed_lengths=(4,)), (2, 3, 2), (7, 12)),
+        (Collation.pad(value=0), (2, 3, 2), (7, 9)),
+        (Collation.pad(value=0, allowed_batch_sizes=(1, 4), allowed_lengths=(8,)), (1, 2), (3, 32)),
+        (Collation.pad(value=0, allowed_lengths=(4,)), (0,), (0, 4)),
+        (Collation.stack(), (2, 2), (0, 0)),
+    ],
+)
+def test_elements_of_inputs_and_batches_are_counted(
+    collation: Collation, lengths: Sequence[int], elements: tuple[int, int]
+) -> None:
+    model = CollatedModel(Recorder(), collation)
+    model.infer([row(length) for length in lengths])
+    assert model.elements == elements
+
+
+def test_elements_of_all_features_are_counted() -> None:
+    """The mask is a feature; a number and a text are one element of their row."""
+    model = CollatedModel(Recorder(), Collation.pad(value=0, mask="mask", allowed_lengths=(4,)))
+    model.infer([{"x": row(length), "number": 1.5, "text": "a", "none": None} for length in (1, 2)])
+    assert model.elements == (3 + 3 + 2 + 2, 8 + 8 + 2 + 2)
 
 
 # What the model returns.

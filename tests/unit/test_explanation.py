@@ -15,7 +15,7 @@ from fast_batcher._core.policy import make_policy
 from fast_batcher._core.queue import SummedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Dispatch, Group, Release, Request
-from fast_batcher.stats import Explanation
+from fast_batcher.stats import Explanation, number
 
 SIZE = 32
 # Requests per second that a worker computes in full batches.
@@ -175,6 +175,15 @@ def test_the_cause_is_named(
     found = explained(situation(), **setup)
     assert (found.cause, found.advice.startswith(advice)) == (cause, True), found
     assert str(found).endswith(".")
+
+
+def test_numbers_are_written_without_an_exponent() -> None:
+    samples = [BatchSample(i, i + 1.0, 12_345, Release.IDLE, 0, 0.0, 1.0) for i in range(2000)]
+    found = str(explained(samples, max_batch_size=2**20))
+    assert "2000 batches in 2000 seconds: 12345 requests per second" in found
+    assert "The average batch has 12345 requests" in found
+    sizes = [(0.001, "0.001"), (0.00012, "0.0001"), (0.0, "0"), (1.26, "1.26"), (99.96, "100")]
+    assert [number(value) for value, _ in sizes] == [text for _, text in sizes]
 
 
 def test_scheduler_remembers_out_of_memory() -> None:
@@ -379,7 +388,8 @@ def filled(sizes: Sequence[int], left_waiting: int = 0) -> list[BatchSample]:
 )
 def test_advice_names_a_step(sizes: list[int], left_waiting: int, cause: str, advice: str) -> None:
     samples = filled(sizes * 10, left_waiting)
-    setup = Setup(64, 1, has_cost_limit=False, is_grouped=False, allowed_batch_sizes=STEPS)
+    # No batch is larger than the largest allowed size, 64.
+    setup = Setup(100, 1, has_cost_limit=False, is_grouped=False, allowed_batch_sizes=STEPS)
     found = explain(samples, setup, LEARNED)
     assert found.cause == cause
     assert found.advice.startswith(advice), found.advice

@@ -17,6 +17,7 @@ from fast_batcher._transport.channels import (
     READ_SIZE,
     Frame,
     FrameReader,
+    HostKind,
     Kind,
 )
 from fast_batcher.errors import TransportError
@@ -118,6 +119,11 @@ def test_garbage_is_refused(garbage: bytes, before: int) -> None:
     data = stream([Frame(Kind.READY, 0, 0.0, b"")] * before) + garbage
     with pytest.raises(TransportError, match="not a message of fast_batcher"):
         feed(data)
+
+
+def test_kinds_have_different_numbers() -> None:
+    numbers = [*vars(Kind).values(), *vars(HostKind).values()]
+    assert len([number for number in numbers if isinstance(number, int)]) == len(KIND_NAMES)
 
 
 @pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 2**40, 2**63, 2**64 - 1])

@@ -14,7 +14,7 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import Batch, Limits, Release
+from fast_batcher._core.values import Batch, Limits, Release, Request
 from fast_batcher.model import find_model_fault
 
 Stairs = dict[int, float]
@@ -43,11 +43,8 @@ def open_stairs(stairs: Stairs, *, is_warm: bool = True, **limits: Any) -> Sched
 # What is learned.
 
 
-@pytest.mark.parametrize(
-    ("size", "filled"), [(1, 1), (2, 8), (8, 8), (33, 64), (64, 64), (65, 65), (66, 72), (200, 200)]
-)
+@pytest.mark.parametrize(("size", "filled"), [(1, 1), (2, 8), (8, 8), (33, 64), (64, 64), (65, 65)])
 def test_a_batch_is_filled_to_the_next_step(size: int, filled: int) -> None:
-    """A batch beyond all steps is computed in parts, as `CollatedModel` does."""
     assert service_of(LEVEL).fill(size) == filled
     assert ServiceModel().fill(size) == size
 
@@ -70,11 +67,27 @@ def test_steps_that_share_a_power_of_two_are_told_apart() -> None:
 
 
 def test_other_steps_forget_what_was_learned() -> None:
-    service = service_of(LEVEL)
-    service.use_steps(tuple(LEVEL))
-    assert service.is_known
-    service.use_steps((4, 16))
-    assert not service.is_known
+    method = Method("infer", None, 64)
+    method.use_steps(tuple(LEVEL))
+    method.service.observe(8, 4.5)
+    method.use_steps(tuple(LEVEL))
+    assert method.service.is_known
+    method.use_steps((4, 16))
+    assert not method.service.is_known
+
+
+def test_the_largest_allowed_size_is_the_largest_batch() -> None:
+    method = Method("infer", None, 64)
+    sizes = []
+    for steps, most in (((4, 16), 64), ((4, 16), 8), ((4, 16), 32), ((), 32), ((4, 128), 32)):
+        method.use_steps(steps)
+        method.reconfigure(most)
+        sizes.append(method.size_cap.size)
+    assert sizes == [16, 8, 16, 32, 32]
+    scheduler = open_stairs({1: 1.0, 16: 2.0}, max_batch_size=64)
+    scheduler.worker_ready(0.0, 1, allowed={"infer": (1, 16)})
+    submit(scheduler, 0.0, 40)
+    assert [len(batch.requests) for batch in poll_batches(scheduler, 0.0)] == [16, 16]
 
 
 def test_a_step_that_is_believed_long_is_tried_again() -> None:
@@ -162,6 +175,21 @@ def test_each_method_has_its_own_steps() -> None:
     assert [method.service.steps for method in methods] == [(), (8, 32)]
     scheduler.worker_ready(0.0, 1)
     assert [method.service.steps for method in methods] == [(), ()]
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("infer", [32]), ("embed", [33])])
+def test_warm_up_times_are_those_of_infer(name: str, sizes: list[int]) -> None:
+    """The times of another method are not known before its batches."""
+    methods = {name: Method(name, None, 64) for name in ("infer", "embed")}
+    limits = Limits(max_batch_size=64, max_queue_size=100)
+    scheduler = Scheduler(make()._policy, limits, methods=[*methods.values()])
+    allowed = dict.fromkeys(methods, tuple(CLIFF))
+    scheduler.worker_ready(0.0, 0, CLIFF.items(), allowed=allowed)
+    requests = [Request(number, None) for number in range(33)]
+    for request in requests:
+        request.group = methods[name].group
+    assert scheduler.submit(0.0, requests) == []
+    assert [len(batch.requests) for batch in poll_batches(scheduler, 0.0)] == sizes
 
 
 def run_for_padding(scheduler: Scheduler, sizes: Sequence[int]) -> float:

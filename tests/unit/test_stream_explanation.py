@@ -72,7 +72,7 @@ def test_the_advice_fits_the_situation(
 def test_the_text_speaks_of_streams() -> None:
     found = explained(FULL, level, [0.0, 0.4, 0.4, 0.5])
     assert str(found) == (
-        "100 steps in 1.4 seconds: 571.4 chunks per second; the workers were busy for 100% of the "
+        "100 steps in 1.4 seconds: 571 chunks per second; the workers were busy for 100% of the "
         "time. On average 8 of the 8 places of a worker have a chunk in a step. Streams waited for "
         "a place for 0.4 s (median). Advice: max_batch_size=16 or num_workers=2: no other steps "
         "than of 8 streams were measured, so which of them gains more is unknown."

@@ -56,6 +56,7 @@ def test_warm_up_computes_every_allowed_size() -> None:
     times = warm_up(model, 6, (2, 4, 8))
     assert [size for size, _ in times] == [1, 2, 4, 6]
     assert [len(inputs) for inputs in model.seen] == [1, 1, 2, 2, 4, 4, 6, 6]
+    assert [size for size, _ in warm_up(model, 6, (2, 4))] == [1, 2, 4]
     few = Sizes("a", most=3)
     assert [size for size, _ in warm_up(few, 6, (2, 4, 8))] == [1, 2]
 

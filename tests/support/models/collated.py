@@ -123,10 +123,34 @@ class FillsItself(InferenceModel[Any, Any]):
         self.allowed_batch_sizes = (16, 1, 4)
 
     def infer(self, inputs: list[Any]) -> list[Any]:
+        assert len(inputs) <= 16
         return inputs
 
     def warmup_inputs(self) -> list[Any]:
         return [np.zeros(3)]
+
+
+class SetsCollation(FillsItself):
+    """Sets its collation in the constructor."""
+
+    def __init__(self) -> None:
+        self.collation = Collation.stack(allowed_batch_sizes=(1, 4, 16))
+
+    def infer(self, inputs: Any) -> Any:
+        assert inputs.shape in ((1, 3), (4, 3), (16, 3))
+        return inputs
+
+
+class SumsKinds(InferenceModel[Any, Any]):
+    """Answers with the sums of the rows, computed by length, four at a time."""
+
+    collation = Collation.stack(unequal="group", allowed_batch_sizes=(4,))
+
+    def infer(self, inputs: Any) -> Any:
+        return inputs.sum(axis=1)
+
+    def warmup_inputs(self) -> list[Any]:
+        return [np.ones(2)]
 
 
 class CompilesShapes(InferenceModel[Any, Any]):
