@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "idempotent": (False, "no"),
     "isolate_errors": (False, "off"),
     "max_restarts": (0, "0"),
+    "max_sessions": (64, "64"),
     "restart_window": (5.0, "5.0"),
     "restart_backoff": (0.2, "0.2"),
     "max_batches_per_worker": (1000, "1000"),
