@@ -177,6 +177,7 @@ class _Metrics:
         self.workers_ready: Gauge = show("workers_ready", "Workers that have loaded the model.")
         self.workers_wanted: Gauge = show("workers_wanted", "Workers that there should be.")
         self.in_flight: Gauge = show("in_flight", "Requests that workers have.")
+        self.sessions: Gauge = show("sessions", "Live sessions.")
         self.gpu_bytes: Gauge = show(
             "gpu_reserved_bytes",
             "Memory of the GPU that PyTorch has reserved in a worker.",
@@ -202,6 +203,7 @@ class Figures(NamedTuple):
     workers_wanted: int = 0
     running: int = 0
     backlog: float = 0.0
+    sessions: int = 0
     live_streams: int = 0
     places: int = 0
 
@@ -233,6 +235,7 @@ class _Series:
             metrics.workers_wanted.labels(model),
             metrics.in_flight.labels(model),
             metrics.backlog.labels(model),
+            metrics.sessions.labels(model),
         )
 
 
@@ -357,6 +360,7 @@ class PrometheusObserver(Observer):
                 stats.running,
                 # The gauge changes in steps of 1 / 1024, because sums of such steps are exact.
                 round(1024 * (stats.backlog or 0.0)) / 1024,
+                stats.sessions,
                 stats.live_streams,
                 stats.places or 0,
             )

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -24,6 +25,7 @@ from models.crashing import Crashes
 from models.on_gpu import OnGpu
 from models.ordinary import Gated
 from models.raising import FailsAtGate
+from models.remembering import Diary, Line
 from models.stepped import Counter as Steps
 from models.stepped import Plan
 from programs import run_command
@@ -183,6 +185,20 @@ async def test_gauges_sum_batchers_of_one_name(gate: Gate, ending: str) -> None:
             await until(lambda: gauges() == (0, 0, 0, 0))
     assert gauges() == (0, 0, 0, 0)
     assert read("backlog_seconds") == 0
+
+
+@pytest.mark.anyio
+@one_loop
+async def test_live_sessions_are_counted() -> None:
+    registry = CollectorRegistry()
+    async with DynBatcher(Diary, workers="threads", name="diary") as batcher:
+        instrument(batcher, registry)
+        async with batcher.session() as session:
+            await session.process_batched(Line("s", 1))
+            labels = {"model": "diary"}
+            sessions = partial(registry.get_sample_value, "fast_batcher_sessions", labels)
+            await until(lambda: sessions() == 1)
+        await until(lambda: sessions() == 0)
 
 
 @pytest.mark.anyio

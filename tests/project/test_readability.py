@@ -56,7 +56,7 @@ BUDGETS = {
     "independence": (r"_independence\.py", 93),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
     "tools": (r"(_cli|_load)/|__main__\.py", 2441),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1773),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1777),
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
     # rules of the user's; 24 for the count of filled elements, which the worker alone knows.
     "core": ("", 18_753),
