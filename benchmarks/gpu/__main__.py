@@ -46,7 +46,7 @@ GRACE = 8.0
 # Lines of the log of a failed part that are printed.
 LOG_LINES = 40
 # Seconds of a measurement, and repetitions; the second pair is for `--quick`.
-FULL, QUICK = (1.0, 3), (0.4, 2)
+FULL, QUICK = (1.0, 3), (0.3, 1)
 
 
 def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
