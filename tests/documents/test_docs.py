@@ -38,6 +38,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
+    ROOT / "tests" / "faults" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("README.md")),
     ROOT / "benchmarks" / "README.md",
@@ -98,7 +99,7 @@ def test_comparison_names_the_pinned_versions() -> None:
 
 
 def test_every_fault_has_a_test() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text()
+    page = (ROOT / "tests" / "faults" / "README.md").read_text()
     listed = {row[2:5] for row in page.splitlines() if FAULT.match(row[2:5])}
     named = {
         fault
