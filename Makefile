@@ -112,6 +112,7 @@ bench-all: bench-setup
 	$(BIN)/python -m benchmarks.payload
 	$(BIN)/python -m benchmarks.hold
 	$(BIN)/python -m benchmarks.streams
+	$(BIN)/python -m benchmarks.sessions
 	$(BIN)/python -m benchmarks.reference_experiment
 	$(BIN)/python -m benchmarks.http
 	$(BIN)/python -m benchmarks.load_test --batch-sizes 1 8 32

@@ -33,8 +33,8 @@ SENTENCES = ROOT / "examples" / "embeddings" / "sentences.txt"
 # Unmeasured share of each measurement, for the load to settle.
 WARM_UP_SHARE = 0.25
 DISTRIBUTIONS = (
-    *("fast_batcher", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pydantic"),
-    *("torch", "sentence-transformers", "transformers", "numpy", "pillow"),
+    *("fast_batcher", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "wsproto"),
+    *("pydantic", "torch", "sentence-transformers", "transformers", "numpy", "pillow"),
 )
 
 

@@ -12,6 +12,7 @@ import math
 import secrets
 import traceback
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastapi import FastAPI
@@ -25,7 +26,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
-from starlette.websockets import WebSocket, WebSocketState
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from fast_batcher import errors
 from fast_batcher._process import monotonic
@@ -33,8 +34,6 @@ from fast_batcher._transport.pickling import one_line
 from fast_batcher.fastapi.bodies import BodyError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 # Groups of equal answers that are kept for each code. Many routes with one code (a full queue)
@@ -255,8 +254,8 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
         return await request_validation_exception_handler(request, error)
     except (ValueError, RecursionError):
         shown = [{key: found[key] for key in ("type", "loc", "msg")} for found in error.errors()]
-        body = json.dumps({"detail": shown})  # escapes lone surrogates
-        return Response(body, 422, media_type="application/json")
+        # Lone surrogates are escaped.
+        return Response(json.dumps({"detail": shown}), 422, media_type="application/json")
 
 
 def _find_own_handler(app: FastAPI, error: errors.BatcherError | BodyError) -> Any:
@@ -299,9 +298,9 @@ def _make_response(
 ) -> tuple[Response, str, str]:
     """Log an error; return its answer, its code and its id."""
     status, code, detail, may_pass_later = find_answer(error, queue_full_status)
-    headers: Mapping[str, str] | None = None
+    headers = error.headers if isinstance(error, HTTPException) else None
     if isinstance(error, HTTPException):
-        status, detail, headers = error.status_code, error.detail, error.headers
+        status, detail = error.status_code, error.detail
     elif status == 500 and debug:
         detail = "".join(traceback.format_exception(error))
     error_id = secrets.token_hex(ERROR_ID_BYTES)
@@ -330,7 +329,8 @@ async def _end_websocket(websocket: WebSocket, response: Response, reason: str) 
     if not accepted and "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(response)
     else:  # before accept, a server without the extension answers 403 to a close
-        await websocket.close(CLOSE_CODES.get(response.status_code, CLOSE_CODE), reason)
+        with suppress(WebSocketDisconnect):  # the client has left during the call
+            await websocket.close(CLOSE_CODES.get(response.status_code, CLOSE_CODE), reason)
 
 
 def _describe(status: int) -> dict[str, Any]:

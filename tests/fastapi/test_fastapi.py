@@ -98,6 +98,7 @@ TABLE: list[tuple[errors.BatcherError, int, str, str | None, str]] = [
     (errors.WorkerError("hm"), 503, "worker_failed", "1", "hm"),
     (errors.WorkerStartupError("c"), 503, "worker_startup_failed", None, "the model did not load"),
     (errors.WorkerLostError("signal 9"), 503, "worker_lost", "1", "signal 9"),
+    (errors.SessionLostError("it was idle"), 503, "session_lost", "1", "it was idle"),
     (errors.PoisonRequestError("canary"), 500, "poison_request", None, _MODELS),
     (errors.TransportError("garbage"), 503, "transport_failed", "1", "garbage"),
 ]
@@ -322,6 +323,7 @@ def test_app_handlers_apply_only_to_model_errors(
     ("error", "close_code", "code"),
     [
         (errors.QueueFullError("full"), 1013, "queue_full"),
+        (errors.SessionLostError("idle"), 1013, "session_lost"),
         (errors.DeadlineExceededError("late"), 1013, "deadline_exceeded"),
         (errors.RequestTooLargeError("9 MiB"), 1009, "request_too_large"),
         (errors.InferenceError("canary"), 1011, "inference_failed"),
@@ -364,6 +366,22 @@ def test_error_after_websocket_close_changes_nothing() -> None:
         with pytest.raises(WebSocketDisconnect) as closed:
             session.receive_text()
         assert (closed.value.code, closed.value.reason) == (3000, "done")
+
+
+def test_error_after_its_client_has_left_changes_nothing() -> None:
+    app = make_raising_app(errors.SessionLostError("x"))
+
+    async def with_a_client_that_leaves(scope: Any, receive: Any, send: Any) -> None:
+        async def pass_on(message: Any) -> None:
+            if message["type"] == "websocket.close":
+                raise OSError("no client")  # as servers do
+            await send(message)
+
+        await app(scope, receive, pass_on)
+
+    # It would raise what the app raises.
+    with TestClient(with_a_client_that_leaves).websocket_connect("/open"):
+        pass
 
 
 # --- lifespans ------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""A detector of speech over WebSocket: it remembers what each of its clients has sent."""
