@@ -83,6 +83,7 @@ from fast_batcher.settings import (
     Settings,
     SettingValue,
     checked_priority,
+    checked_share,
     checked_timeout,
     reject_for_stepped,
     reject_unknown_options,
@@ -255,7 +256,12 @@ class DynBatcher(Generic[InputT, OutputT]):
     # Calls.
 
     async def process_batched(
-        self, value: InputT, *, timeout: float | None = None, priority: int = 0
+        self,
+        value: InputT,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        share: str | int | None = None,
     ) -> OutputT:
         """Wait for the model's output for one input.
 
@@ -269,14 +275,18 @@ class DynBatcher(Generic[InputT, OutputT]):
                 a target: a call that cannot be answered in that time is rejected at once.
             priority: -100 to 100. Inputs of higher priority go first, and inputs of equal priority
                 in order of arrival; lower priorities fill the rest of a batch. Every eighth batch
-                goes by age alone, so that no input starves.
+                ignores priorities, so that no input starves.
+            share: The name of the caller, a text or an int. Within one priority, shares are served
+                in turn, by what their inputs cost, and a share can fill the queue only as far as
+                room is left for others. None is a share of its own. Errors name it: give the id of
+                a client, and not its secret key.
 
         Returns:
             The output of `infer` at this input's position.
 
         Raises:
-            QueueFullError: `max_queue_size` requests or `max_queue_bytes` bytes wait already;
-                nothing was queued.
+            QueueFullError: `max_queue_size` requests or `max_queue_bytes` bytes wait already, or as
+                many of `share` as there is room for others; nothing was queued.
             DeadlineExceededError: The timeout passed; or, with `retry_after` set, the timeout or
                 `max_latency` could not be met.
             NotReadyError: The timeout passed and no worker was ready, or all workers have spent
@@ -287,8 +297,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             UnsendableValueError: The input cannot be pickled.
             RequestTooLargeError: The pickled input is larger than `max_frame_bytes`, or costs more
                 than `max_request_cost`.
-            ConfigurationError: `timeout` or `priority` is invalid; or `cost` or `group_by` raised,
-                or returned something invalid, for this input.
+            ConfigurationError: `timeout`, `priority` or `share` is invalid; or `cost` or `group_by`
+                raised, or returned something invalid, for this input.
             WorkerLostError: The worker died while it computed this input, and `idempotent` is
                 False.
             PoisonRequestError: Two workers died while they computed this input.
@@ -309,8 +319,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             binding = calls.binding
         future: Future[OutputT] = Future(loop=binding.loop)
         request = Request(value, future)
-        if timeout is not None or priority != 0:
-            set_options(request, timeout, priority)
+        if timeout is not None or priority != 0 or share is not None:
+            set_options(request, timeout, priority, share)
         calls.accept(request)
         try:
             return await future
@@ -328,6 +338,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         *,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
     ) -> Stream[ChunkT]:
         """Wait for the first chunk of a `SteppedModel`, and return an iterator over all of them.
 
@@ -343,6 +354,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 one. Default the batcher's. For a limit on the whole stream read it within
                 `asyncio.timeout`.
             priority: As for `process_batched`.
+            share: As for `process_batched`.
 
         Raises:
             ConfigurationError: The model is no `SteppedModel`; or as for `process_batched`.
@@ -355,7 +367,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         session = self._find_session()
         queue = ChunkQueue(session.binding.loop)
         request = Request(value, queue)
-        set_options(request, timeout, priority)
+        set_options(request, timeout, priority, share)
         session.accept(request)
         stream: Stream[ChunkT] = Stream(request, queue, session.abandon, session.binding.call)
         await stream.wait()
@@ -399,6 +411,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         *,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
         return_exceptions: Literal[False] = False,
     ) -> list[OutputT]: ...
     @overload
@@ -408,6 +421,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         *,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
         return_exceptions: bool,
     ) -> list[OutputT | BatcherError]: ...
     async def process_many(
@@ -416,6 +430,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         *,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
         """Wait for the outputs of many inputs, in their order.
@@ -428,6 +443,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 A single input is rejected: a text, a mapping, a table, a named tuple.
             timeout: As for `process_batched`, for all inputs together.
             priority: As for `process_batched`, for each input.
+            share: As for `process_batched`, for each input.
             return_exceptions: Whether an input that fails has its error in the place of its output,
                 and the others are computed, as in `asyncio.gather`.
 
@@ -439,13 +455,14 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Cancellation: safe at any time; all inputs are cancelled.
         """
-        return await self._call_many(values, timeout, priority, None, return_exceptions)
+        return await self._call_many(values, timeout, priority, share, None, return_exceptions)
 
     async def _call_many(
         self,
         values: Iterable[Any],
         timeout: float | None,
         priority: int,
+        share: str | int | None,
         method: str | None,
         return_exceptions: bool,
     ) -> list[Any]:
@@ -462,6 +479,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._settings,
             timeout=timeout,
             priority=priority,
+            share=share,
             method=method,
             return_exceptions=return_exceptions,
         )
@@ -473,6 +491,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         collation: Collation | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
     ) -> Any:
         """Wait for the outputs of an input that is itself a batch of k rows.
 
@@ -487,6 +506,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 the result; and the padding of unequal outputs. Default `Collation.stack()`.
             timeout: As for `process_batched`, for all rows together.
             priority: As for `process_batched`, for each row.
+            share: As for `process_batched`, for each row.
 
         Returns:
             The outputs of the rows in their order, joined to one batch: arrays and tensors with a
@@ -511,12 +531,17 @@ class DynBatcher(Generic[InputT, OutputT]):
                 "the input is a batch without rows, so the type of the outputs is unknown; "
                 "omit the call"
             )
-        outputs = await self.process_many(rows, timeout=timeout, priority=priority)
+        outputs = await self.process_many(rows, timeout=timeout, priority=priority, share=share)
         joining = dataclasses.replace(collation, batch_dim=collation.batch_dim[::-1])
         return await offload(is_much(outputs), join, outputs, joining)
 
     def submit(
-        self, value: InputT, *, timeout: float | None = None, priority: int = 0
+        self,
+        value: InputT,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        share: str | int | None = None,
     ) -> concurrent.futures.Future[OutputT]:
         """Queue one input from any thread, for endpoints written with `def`.
 
@@ -524,6 +549,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             value: As for `process_batched`.
             timeout: As for `process_batched`.
             priority: As for `process_batched`.
+            share: As for `process_batched`.
 
         Returns:
             A future for the output, with the errors of `process_batched`. Cancelling the future
@@ -539,9 +565,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             "submit() needs a batcher that has been opened on an event loop"
         )
         checked_priority(priority)
+        checked_share(share)
         if timeout is not None:
             checked_timeout(timeout)
-        call = functools.partial(self.process_batched, value, timeout=timeout, priority=priority)
+        call = functools.partial(
+            self.process_batched, value, timeout=timeout, priority=priority, share=share
+        )
         try:
             return self._thread_calls.submit(call, session.binding)
         except RuntimeError:

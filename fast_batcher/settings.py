@@ -251,11 +251,26 @@ def _check_workers(name: str, value: object) -> None:
         )
 
 
+# A share is sent with each of its requests to the host of a shared batcher.
+LONGEST_SHARE = 200
+MOST_SHARE = 2**63
+
+
+def _check_share(name: str, value: object) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (
+        (is_number and -MOST_SHARE <= value < MOST_SHARE)  # type: ignore[operator]
+        or (isinstance(value, str) and len(value) <= LONGEST_SHARE)
+    ):
+        raise ConfigurationError(f"{name}={value!r:.100}: give {SHARE.text}, or None")
+
+
 COUNT = whole()
 # Memory per request in flight is small, but a size with nine digits is a typing error.
 BATCH_SIZE = whole(1, 2**20)
 # Each priority in use adds a queue that every batch searches.
 PRIORITY = whole(-100, 100)
+SHARE = Range(f"a text of at most {LONGEST_SHARE} characters, or an int of 64 bits", _check_share)
 # More than the cores of any machine; a larger number is meant for another parameter.
 MAX_WORKERS = 1024
 WORKERS = whole(1, MAX_WORKERS)
@@ -282,6 +297,14 @@ def checked_priority(priority: Any) -> int:
     """Check and return the priority of a call, -100 to 100."""
     PRIORITY.check("priority", priority)
     return int(priority)
+
+
+def checked_share(share: Any) -> str | int | None:
+    """Check and return the share of a call, as an object of exactly one of these types."""
+    SHARE.check("share", share)
+    if share is None:
+        return None
+    return str.__str__(share) if isinstance(share, str) else int(share)
 
 
 def check_fields(settings: Any) -> None:

@@ -36,6 +36,7 @@ class Ours(Scheduler):
         packer: Fills batches by cost in another way.
         warm_up: Sizes and seconds of the warm-up batches.
         allowed: The allowed batch sizes that the scheduler knows.
+        in_share: Requests in flight that are of one share; None for no shares.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Ours(Scheduler):
         packer: BatchPacker | None = None,
         warm_up: Sequence[tuple[int, float]] = (),
         allowed: tuple[int, ...] = (),
+        in_share: int | None = None,
     ) -> None:
         if costs is not None and packer is None:
             packer = PaddedPacker(max_batch_cost or float(max_batch_size))
         self._method_names = methods
         self._costs = costs
+        self._in_share = in_share
         self._method_of = {
             name: Method(name, None, max_batch_size) for name in sorted(set(methods or ()))
         }
@@ -74,12 +77,15 @@ class Ours(Scheduler):
         self.worker_ready(0.0, WORKER, warm_up, allowed=sizes)
 
     def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
-        """Submit them with their costs and methods."""
+        """Submit them with their costs, methods and shares."""
         for request in requests:
             if self._costs is not None:
                 request.cost = self._costs[request.value % len(self._costs)]
             if self._method_names is not None:
                 request.group = self._method_of[self._method_names[request.value]].group
+            if self._in_share is not None:
+                request.rank(0, request.caller // self._in_share)
+                self.rank_requests(request.share)
         return super().submit(now, requests)
 
 

@@ -19,9 +19,11 @@ from benchmarks.simulation.batchers import (
 )
 from benchmarks.simulation.figures import figures_of, select
 from benchmarks.simulation.loads import (
+    FLOODED,
     FREQUENT,
     RARE,
     ClosedLoop,
+    Flood,
     bursty,
     draw_lengths,
     draw_methods,
@@ -61,6 +63,10 @@ STAIR_LOADS = (0.5, 0.8, 0.95, 1.2)
 # Of the encoders: the lengths of texts, and clients that ask again at once.
 LENGTHS = ("uniform", "log-normal", "two kinds")
 PADDED_CLIENTS = (16, 64)
+# Requests that each of the clients beside a flood has in flight; with the most of them they use the
+# capacity. The rate of the flood, in capacities.
+IN_FLIGHT = (1, 4, 16)
+FLOOD_LOAD = 100
 # Batches of a run, of which a fifth is for learning.
 PADDED_BATCHES = 1500
 # Of the requests that call the rare one of two methods: one to ten of the other.
@@ -100,10 +106,13 @@ IN_ORDER, SORTED, PRODUCT = "in order", "by length", "n x L"
 GREEDY_PADDED, TRUE = "n and L", "true times"
 # Of the part `stairs`: all waiting requests, without knowledge of the steps.
 WHOLE = "all waiting"
+# Of the part `shares`: the clients without a flood, and beside one, with shares and without.
+CALM, SHARES, NO_SHARES = "no flood", "shares", "no shares"
 # In the order of the tables.
 COLUMNS = (
     *(OPTIMUM, BOUND, OURS, NO_TARGET, IN_ORDER, SORTED, PRODUCT, GREEDY_PADDED, WITH_COSTS, TRUE),
     *(WHOLE, GREEDY, *FIXED, ALONE, RARE, FREQUENT),
+    *(CALM, SHARES, NO_SHARES),
 )
 
 
@@ -119,6 +128,8 @@ class Cell:
     pause: str = ""
 
     def __str__(self) -> str:
+        if self.part == "shares":
+            return f"{self.model}, 9 clients x {self.x:.0f}"
         if self.part in ("closed-loop", "padded"):
             return f"{self.model}, {self.pause}, {self.x:.0f} clients"
         return f"{self.model} {self.x:.0%}"
@@ -298,6 +309,22 @@ def stairs(cell: Cell, seed: int, scale: float) -> Outcome:
     return found if is_possible else found | {OPTIMUM: {"answered_per_second": model.capacity}}
 
 
+def shares(cell: Cell, seed: int, scale: float) -> Outcome:
+    """Simulate clients that ask again, alone and beside one that floods the queue."""
+    model, in_flight = MODELS[cell.model], int(cell.x)
+    seconds = scale * 3000 / model.capacity
+    flood = poisson(FLOOD_LOAD * model.capacity, seconds, seed)
+
+    def run(moments: Sequence[float], in_share: int | None) -> Figures:
+        load = Flood(in_flight, moments, seed)
+        batcher = Ours(OURS, model.max_batch_size, in_share=in_share)
+        history = simulate(batcher, load, Worker(model).seconds, seconds)
+        others = (at for at, client in enumerate(load.clients) if client < FLOODED)
+        return figures_of(select(history, others), WARM_UP * seconds, seconds)
+
+    return {CALM: run((), None), SHARES: run(flood, in_flight), NO_SHARES: run(flood, None)}
+
+
 def _run_all(
     batchers: dict[str, Scheduler],
     load: Callable[[], Arrivals],
@@ -330,6 +357,7 @@ RUNS: dict[str, Callable[[Cell, int, float], Outcome]] = {
     "padded": padded,
     "methods": methods,
     "stairs": stairs,
+    "shares": shares,
 }
 
 
@@ -341,6 +369,7 @@ def plan(parts: Sequence[str]) -> list[Cell]:
         "bursts": (BURST_LOAD,),
         "costs": COST_LOADS,
         "methods": METHOD_LOADS,
+        "shares": IN_FLIGHT,
     }
     cells = [
         Cell(part, model, load) for part, all_ in loads.items() for model in MODELS for load in all_

@@ -6,7 +6,7 @@ All draws depend on the seed alone, so every system meets the same arrivals (ope
 client has the same pauses in the same order (closed loop).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from math import inf, log
 from random import Random
@@ -18,6 +18,9 @@ from fast_batcher._cli.simulation import Arrivals
 # matters is which requests are answered.
 PEAK, CALM = 1.9, 0.4
 PEAK_SECONDS, CALM_SECONDS = 0.5, 3.25
+
+# Clients beside the one that floods.
+FLOODED = 9
 
 # The names of two methods of one model.
 RARE, FREQUENT = "rare", "frequent"
@@ -59,6 +62,47 @@ class ClosedLoop(Arrivals):
         moment = now + self._draw(self._randoms[client])
         heappush(self._heap, (moment, client))
         self.next_at = self._heap[0][0]
+
+
+class Flood(ClosedLoop):
+    """Clients that ask again, and one more that floods the queue.
+
+    Args:
+        in_flight: Requests of each of the clients, which ask again a pause after each answer.
+        moments: Rising, the arrivals of the one that floods.
+        seed: Of the pauses.
+    """
+
+    def __init__(self, in_flight: int, moments: Iterable[float], seed: int) -> None:
+        super().__init__(FLOODED * in_flight, short_pause, seed)
+        self._in_flight = in_flight
+        self._moments = iter(moments)
+        self._flood_at = next(self._moments, inf)
+        self._calm_at = self.next_at
+        # The client of each request, by its number; FLOODED is the one that floods.
+        self.clients: list[int] = []
+        self._set_next()
+
+    def pop(self) -> int:
+        """Take the next arrival and return its number among those in flight."""
+        if self._flood_at < self._calm_at:
+            self._flood_at, number = next(self._moments, inf), FLOODED * self._in_flight
+        else:
+            number = super().pop()
+            self._calm_at = self.next_at
+        self.clients.append(number // self._in_flight)
+        self._set_next()
+        return number
+
+    def settled(self, now: float, client: int) -> None:
+        """Draw when this client asks again; the one that floods does not wait for answers."""
+        if client < FLOODED * self._in_flight:
+            super().settled(now, client)
+            self._calm_at = self.next_at
+            self._set_next()
+
+    def _set_next(self) -> None:
+        self.next_at = min(self._calm_at, self._flood_at)
 
 
 def bursty(capacity: float, seconds: float, seed: int) -> list[float]:

@@ -8,13 +8,16 @@ from benchmarks.simulation.bounds import Estimate, percent_over
 from benchmarks.simulation.cells import (
     ALONE,
     BOUND,
+    CALM,
     COLUMNS,
     GREEDY,
+    IN_FLIGHT,
     NO_TARGET,
     OPTIMUM,
     OURS,
     OVERLOADS,
     PRODUCT,
+    SHARES,
     TRUE,
     WHOLE,
     WITH_COSTS,
@@ -48,6 +51,10 @@ WORTH_LEARNING = 10.0
 # Percent of the optimum's requests/s at more than the capacity; percent of those of all waiting
 # requests by which a mean may be lower by chance, and those by which a p99 may be longer.
 MOST_BELOW_CAPACITY, MOST_BELOW_WHOLE, MOST_P99_OVER_WHOLE = 3.0, 0.5, 0.5
+# Times their p99 without a flood that p99 of the others may be, where they use the capacity without
+# it; and full batches otherwise: one that runs, one behind it and their own. A little more for
+# requests of one client that overlap.
+MOST_OVER_CALM, MOST_FULL_BATCHES = 1.5, 3.05
 # The figures that are stored of each run, by part.
 STORED = {
     "open-loop": ("mean_ms", "p50_ms", "p99_ms", "batch_size"),
@@ -58,6 +65,7 @@ STORED = {
     "padded": ("answered_per_second", "p50_ms", "p99_ms", "batch_size"),
     "methods": ("mean_ms", "p50_ms", "p99_ms", "lost", "batch_size"),
     "stairs": ("answered_per_second", "mean_ms", "p50_ms", "p99_ms", "batch_size"),
+    "shares": ("answered_per_second", "p50_ms", "p99_ms"),
 }
 
 
@@ -151,17 +159,20 @@ def _p99_over_product(result: Result, system: str) -> object:
     return _signed(result.over(system, PRODUCT, "p99_ms"))
 
 
-def _times_alone(result: Result, system: str) -> Estimate | None:
-    """A method's p99 as a multiple of the rare method's p99 alone, seed by seed."""
-    pairs = zip(result.values(system, "p99_ms"), result.values(ALONE, "p99_ms"), strict=True)
-    return Estimate.of([mine / alone for mine, alone in pairs])
+def _times_over(result: Result, system: str, base: str) -> Estimate | None:
+    """A p99 as a multiple of another system's, seed by seed; None if a seed has no answers."""
+    pairs = zip(result.values(system, "p99_ms"), result.values(base, "p99_ms"), strict=False)
+    return Estimate.of([mine / other for mine, other in pairs])
 
 
-def _slowdown(result: Result, system: str) -> object:
-    if system == ALONE:
-        p99 = result.estimate(ALONE, "p99_ms")
-        return p99 and f"{number(p99.mean)} ms"
-    return _times_alone(result, system)
+def _slowdown_over(base: str) -> Callable[[Result, str], object]:
+    def slowdown(result: Result, system: str) -> object:
+        if system == base:
+            p99 = result.estimate(base, "p99_ms")
+            return p99 and f"{number(p99.mean)} ms"
+        return _times_over(result, system, base)
+
+    return slowdown
 
 
 def _signed(estimate: Estimate | None) -> str | None:
@@ -202,7 +213,17 @@ TABLES: dict[str, tuple[tuple[str, Callable[[Result, str], object]], ...]] = {
     "methods": (
         (
             "Two methods, one at ten times the rate of the other: p99, times the rare one's alone",
-            _slowdown,
+            _slowdown_over(ALONE),
+        ),
+    ),
+    "shares": (
+        (
+            "Nine clients beside one that sends 100 times the capacity: p99, times that without it",
+            _slowdown_over(CALM),
+        ),
+        (
+            "Answers per second to the nine",
+            lambda result, system: result.estimate(system, "answered_per_second"),
         ),
     ),
     "stairs": (
@@ -234,6 +255,7 @@ def verdicts(results: Sequence[Result], part: str) -> list[Verdict]:
         "padded": _judge_padded,
         "methods": _judge_methods,
         "stairs": _judge_stairs,
+        "shares": _judge_shares,
     }
     return judges[part](results)
 
@@ -334,9 +356,26 @@ def _negative(estimate: Estimate | None) -> Estimate | None:
 def _judge_methods(results: Sequence[Result]) -> list[Verdict]:
     claim = f"p99 of the rare method at most {MOST_RARE_P99:g} times that alone"
     return [
-        Verdict(f"{one.cell}: {claim}", _spread(_times_alone(one, RARE)), at_most=MOST_RARE_P99)
+        Verdict(
+            f"{one.cell}: {claim}", _spread(_times_over(one, RARE, ALONE)), at_most=MOST_RARE_P99
+        )
         for one in results
     ]
+
+
+def _judge_shares(results: Sequence[Result]) -> list[Verdict]:
+    found = []
+    for one in results:
+        model = MODELS[one.cell.model]
+        if one.cell.x == IN_FLIGHT[-1]:
+            claim = f"p99 at most {MOST_OVER_CALM:g} times that without the flood"
+            p99, most = _times_over(one, SHARES, CALM), MOST_OVER_CALM
+        else:
+            claim = "p99 at most three full batches"
+            full = 1e3 * model.seconds(model.max_batch_size)
+            p99, most = one.estimate(SHARES, "p99_ms", 1 / full), MOST_FULL_BATCHES
+        found.append(Verdict(f"{one.cell}: {claim}", _spread(p99), at_most=most))
+    return found
 
 
 def _judge_stairs(results: Sequence[Result]) -> list[Verdict]:

@@ -1,14 +1,14 @@
 """Waiting requests: their order, and the choice of the next batch among them. Pure.
 
 `RequestQueue` serves requests that differ in nothing but their inputs. As soon as a request has
-another timeout, a priority, a group, a cost or a size, a `RankedQueue` takes its place. With costs,
-its `BatchPacker` chooses the requests that share a batch.
+another timeout, a priority, a share, a group, a cost or a size, a `RankedQueue` takes its place.
+With costs, its `BatchPacker` chooses the requests of a batch.
 """
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush, merge
+from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import chain, filterfalse, islice, takewhile
 from math import inf
 from operator import attrgetter
@@ -21,7 +21,7 @@ from fast_batcher._core.service_model import (
     Shape,
     ShapeModel,
 )
-from fast_batcher._core.values import Group, Request, settle
+from fast_batcher._core.values import Group, Request, Share, settle
 
 # A sweep of fewer dead entries costs more than their memory is worth.
 MIN_DEAD_ENTRIES = 64
@@ -286,54 +286,198 @@ class WorkAhead(NamedTuple):
     groups: int
 
 
+class _Account:
+    """The costs that were served for a share of one priority."""
+
+    __slots__ = ("spent",)
+
+    def __init__(self, spent: float) -> None:
+        self.spent = spent
+
+
+# The balance of a share after its oldest request, the id of the request, and the share.
+_Turn = tuple[float, int, Share]
+
+
 class _Lane:
-    """Requests by id, in their order of arrival."""
+    """Requests of one share by id, in their order of arrival."""
 
-    __slots__ = ("arrivals", "cost", "requests")
+    __slots__ = ("account", "arrivals", "requests")
 
-    def __init__(self) -> None:
+    def __init__(self, account: _Account) -> None:
+        self.account = account
         # A plain dict would be slow to find its first entry after many were removed before it.
         self.requests: OrderedDict[int, Request] = OrderedDict()
-        # Requests enqueued so far, and the total cost of the waiting ones.
+        # Requests enqueued so far.
         self.arrivals = 0
-        self.cost = 0.0
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
         request.lane_position = self.arrivals
         self.arrivals += 1
-        self.cost += request.cost
-
-    def remove(self, request: Request) -> None:
-        del self.requests[request.id]
-        # Rounding must leave no cost in an empty lane, and never a negative one.
-        self.cost = max(0.0, self.cost - request.cost) if self.requests else 0.0
 
     def oldest(self) -> Request:
         return next(iter(self.requests.values()))
+
+    def turn(self) -> _Turn:
+        oldest = self.oldest()
+        return self.account.spent + oldest.cost, oldest.id, oldest.share
 
     def window(self, count: float) -> Iterator[Request]:
         """Iterate over the requests that arrived fewer than `count` positions after the oldest."""
         end = self.oldest().lane_position + count
         return takewhile(lambda request: request.lane_position < end, self.requests.values())
 
+    def begin(self, reach: float) -> tuple[float, Request, Iterator[Request]]:
+        """Return the balance after the oldest request, that request, and those that follow it."""
+        window = self.window(reach)
+        return self.turn()[0], next(window), window
+
+
+class _Section:
+    """Requests of one priority, or of one priority and group, in a lane for each share."""
+
+    __slots__ = ("_turns", "balance", "cost", "lanes", "size")
+
+    def __init__(self) -> None:
+        self.lanes: dict[Share, _Lane] = {}
+        # The number of requests, and their total cost.
+        self.size = 0
+        self.cost = 0.0
+        # The balance with which an account is opened.
+        self.balance = 0.0
+        # A heap with the turn of each lane, kept while there are at least two. A turn is out of
+        # date if its request has left, or its account was charged since: then it is too early.
+        self._turns: list[_Turn] = []
+
+    def account_of(self, share: Share) -> _Account:
+        lane = self.lanes.get(share)
+        return _Account(self.balance) if lane is None else lane.account
+
+    def add(self, request: Request, account: _Account) -> None:
+        lane = self.lanes.get(request.share)
+        if lane is None:
+            lane = self.lanes[request.share] = _Lane(account)
+            lane.add(request)
+            self._note_turn(lane)
+        else:
+            lane.add(request)
+        self.size += 1
+        self.cost += request.cost
+
+    def remove(self, request: Request) -> None:
+        lane = self.lanes[request.share]
+        del lane.requests[request.id]
+        if not lane.requests:
+            del self.lanes[request.share]
+        elif len(self.lanes) > 1 and lane.oldest().id > request.id:
+            self._note_turn(lane)
+        self.size -= 1
+        # Rounding must leave no cost in an empty section, and never a negative one.
+        self.cost = max(0.0, self.cost - request.cost) if self.size else 0.0
+
+    def _note_turn(self, lane: _Lane) -> None:
+        """Note that the oldest request of a lane is another one."""
+        count = len(self.lanes)
+        if count == 2 or len(self._turns) > 2 * count + MIN_DEAD_ENTRIES:
+            self._turns = [one.turn() for one in self.lanes.values()]
+            heapify(self._turns)
+        elif count > 2:
+            heappush(self._turns, lane.turn())
+
+    def first(self) -> Request:
+        """Return the oldest request of the share whose turn it is."""
+        if len(self.lanes) == 1:
+            (lane,) = self.lanes.values()
+            return lane.oldest()
+        found = None
+        while found is None:
+            found = self._find_lane(self._turns)
+        return found.oldest()
+
+    def oldest(self) -> Request:
+        return min([lane.oldest() for lane in self.lanes.values()], key=_age)
+
+    def charge(self, request: Request) -> None:
+        self.lanes[request.share].account.spent += request.cost
+
+    def end_turns(self) -> None:
+        """Open further accounts with the balance of the share whose turn it is."""
+        if self.lanes:
+            spent = self.lanes[self.first().share].account.spent
+            self.balance = max(self.balance, spent)
+
+    def window(self, reach: float, first: Request) -> Iterator[Request]:
+        """Iterate by turns over the requests that may join a batch, from `first` on."""
+        if len(self.lanes) == 1:
+            (lane,) = self.lanes.values()
+            return lane.window(reach)
+        return islice(self._take_turns(reach, first), None if reach == inf else int(reach))
+
+    def _take_turns(self, reach: float, first: Request) -> Iterator[Request]:
+        turns = self._turns.copy()
+        # Of each share that has begun: its balance after its next request, and its requests.
+        begun: dict[Share, tuple[float, Request | None, Iterator[Request]]] = {}
+        own = self.lanes.get(first.share)
+        if own is not None and own.oldest() is first:
+            begun[first.share] = own.begin(reach)
+            heappush(turns, (-inf, first.id, first.share))
+        while turns:
+            _, number, share = turns[0]
+            if share not in begun:
+                lane = self._find_lane(turns)
+                if lane is None:
+                    continue
+                begun[share] = lane.begin(reach)
+            heappop(turns)
+            balance, request, window = begun[share]
+            if request is None or request.id != number:
+                continue
+            yield request
+            following = next(window, None)
+            if following is not None:
+                balance += following.cost
+                heappush(turns, (balance, following.id, share))
+            begun[share] = balance, following, window
+
+    def _find_lane(self, turns: list[_Turn]) -> _Lane | None:
+        """Return the lane of the first turn; None if the turn was out of date and is corrected."""
+        _, number, share = turns[0]
+        lane = self.lanes.get(share)
+        if lane is None or (turn := lane.turn())[1] != number:
+            heappop(turns)
+            return None
+        if turn != turns[0]:
+            heapreplace(turns, turn)
+            return None
+        return lane
+
 
 class RankedQueue:
-    """Queue by priority, then by age; each batch has requests of one group and of similar costs.
+    """Queue by priority, then by turns of shares; batches have one group and similar costs.
 
-    The next batch is built around its *first* request: the oldest of the highest priority. Only
-    requests of the same group join it, those of its own priority before lower ones.
+    The next batch is built around its *first* request: of the highest priority, the oldest of the
+    share whose turn it is. Only requests of the same group join it, those of its own priority
+    before lower ones.
 
-    So that no request starves, every eighth batch ignores priorities and goes by age. A request
-    with j older ones before it leaves at the latest with the 8 (j + 1)th batch after its arrival;
-    without priorities, where every batch goes by age, with the (j + 1)th.
+    Within a priority each share has an account of the costs of its requests that were sent. The
+    next turn is that of the share whose account will be lowest after its oldest request; of equal
+    ones, that with the older request. So the accounts of two shares that wait differ by at most the
+    highest cost. An account is opened with the balance of the share whose turn it is, and closed
+    with the last waiting request of its share: no share saves up turns, and there are no more
+    accounts than requests. Requests that name no share are of one, None, and go by age.
+
+    So that no request starves, every eighth batch ignores priorities: it takes the requests of the
+    priority that has the oldest one first. Without shares a request with j older ones before it
+    leaves at the latest with the 8 (j + 1)th batch after its arrival; without priorities, where
+    every batch goes by age, with the (j + 1)th.
 
     Where costs decide which requests join, younger requests may overtake an older one, but a
     bounded number of them: a request that arrived a window (`WINDOW_BATCHES` full batches) or more
-    later than the oldest of its group and priority does not go before it. So at most j plus one
-    window less one requests are served before a request. The bound is in requests and not in
-    seconds: in a backlog every request has waited long, and going by age then would keep the
-    padding, and with it the backlog.
+    later than the oldest of its group, priority and share does not go before it. So without shares
+    at most j plus one window less one requests are served before a request. The bound is in
+    requests and not in seconds: in a backlog every request has waited long, and going by age then
+    would keep the padding, and with it the backlog.
     """
 
     def __init__(self, packer: BatchPacker | None = None) -> None:
@@ -341,16 +485,17 @@ class RankedQueue:
         self.size = 0
         # The sum of the requests' sizes; meaningful only if each has its `size`.
         self.bytes = 0
-        # Every request is in two lanes: in one by its priority, in one by priority and group.
-        self._levels: defaultdict[int, _Lane] = defaultdict(_Lane)
-        self._lanes: defaultdict[tuple[int, Group | None], _Lane] = defaultdict(_Lane)
+        # Every request is in two sections: in one by its priority, in one by priority and group.
+        self._levels: defaultdict[int, _Section] = defaultdict(_Section)
+        self._sections: defaultdict[tuple[int, Group | None], _Section] = defaultdict(_Section)
         self._deadlines = Deadlines()
         # Batches taken from this queue; retries do not come from here.
         self._batches = 0
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the waiting requests, by priority, then by arrival."""
-        return chain.from_iterable(level.requests.values() for level in self._levels.values())
+        """Iterate over the waiting requests, by priority, then by share, then by arrival."""
+        lanes = chain.from_iterable(level.lanes.values() for level in self._levels.values())
+        return chain.from_iterable(lane.requests.values() for lane in lanes)
 
     @property
     def cost(self) -> float:
@@ -360,9 +505,11 @@ class RankedQueue:
     def extend(self, requests: list[Request]) -> None:
         """Append requests; their ids must rise, and be higher than every id before."""
         for request in requests:
-            self._levels[request.priority].add(request)
-            # Both lanes set `lane_position`; the second one's counts.
-            self._lanes[request.priority, request.group].add(request)
+            level = self._levels[request.priority]
+            account = level.account_of(request.share)
+            level.add(request, account)
+            # The lanes of both sections set `lane_position`; the second one's counts.
+            self._sections[request.priority, request.group].add(request, account)
             self.size += 1
             self.bytes += request.size
             self._deadlines.add(request)
@@ -376,62 +523,84 @@ class RankedQueue:
         """Whether the next batch would have `count` requests, or cost the most that it may."""
         if self._packer is None and self.size < count:
             return False
-        lanes = self._lanes_of(self._first().group)
-        if sum(len(lane.requests) for lane in lanes) >= count:
+        sections = self._sections_of(self._first().group)
+        if sum(section.size for section in sections) >= count:
             return True
         return (
             self._packer is not None
-            and sum(lane.cost for lane in lanes) > self._packer.max_batch_cost
+            and sum(section.cost for section in sections) > self._packer.max_batch_cost
         )
 
     def has_full_group(self, count: int) -> bool:
         """Whether a full batch of one group and priority waits: of its method, or of `count`."""
         return any(
-            len(lane.requests)
+            section.size
             >= (count if group is None or group.method is None else group.method.size_cap.size)
-            for (_, group), lane in self._lanes.items()
+            for (_, group), section in self._sections.items()
         )
 
-    def ahead_of(self, priority: int) -> WorkAhead:
-        """Estimate which part of the queue is served before a new request of this priority."""
-        levels = [level for key, level in self._levels.items() if key >= priority]
-        requests = sum(len(level.requests) for level in levels)
-        # Lanes of lower priorities are counted too: leaving them out would take too long.
-        groups = min(len(self._lanes), requests)
-        return WorkAhead(requests, sum(level.cost for level in levels), groups)
+    def held_by(self, share: Share) -> int:
+        """Return the number of waiting requests of a share."""
+        lanes = [level.lanes.get(share) for level in self._levels.values()]
+        return sum([len(lane.requests) for lane in lanes if lane is not None])
+
+    def ahead_of(self, priority: int, share: Share) -> WorkAhead:
+        """Estimate which part of the queue is served before a new request of this rank."""
+        levels = [level for key, level in self._levels.items() if key > priority]
+        requests = sum(level.size for level in levels)
+        cost = sum(level.cost for level in levels)
+        if level := self._levels.get(priority):
+            lane = level.lanes.get(share)
+            own = 0 if lane is None else len(lane.requests)
+            others = len(level.lanes) - (lane is not None)
+            # Until its turn, every other share has as many turns as this one.
+            ahead = own + min(level.size - own, (own + 1) * others)
+            requests += ahead
+            cost += level.cost * (ahead / level.size)
+        # Groups of lower priorities are counted too: leaving them out would take too long.
+        return WorkAhead(requests, cost, min(len(self._sections), requests))
 
     def choose(self, count: int) -> list[Request]:
         """Return the next batch of at most `count` requests, which stay in the queue.
 
         Its first request, around which it is built, comes first.
         """
-        lanes = self._lanes_of(self._first().group)
+        first = self._first()
+        sections = self._sections_of(first.group)
         # Only a packer passes requests over.
         reach = inf if self._packer is None else WINDOW_BATCHES * count
-        windows = [lane.window(reach) for lane in lanes]
+        windows = [section.window(reach, first) for section in sections]
         chosen: list[Request] = []
         if self._goes_by_age():
-            self._fill(chosen, merge(*windows, key=_age), count)
+            by_age = merge(*windows, key=lambda request: (request is not first, request.id))
+            self._fill(chosen, by_age, count)
             return chosen
-        for lane, window in zip(lanes, windows, strict=True):
+        for section, window in zip(sections, windows, strict=True):
             self._fill(chosen, window, count)
-            reach -= len(lane.requests)
+            reach -= section.size
             if len(chosen) == count or reach <= 0:
                 break
         return chosen
 
     def batch_left(self, requests: list[Request]) -> None:
-        """Remove a batch that was given to a worker."""
+        """Remove a batch that was given to a worker, and charge the shares that wait together."""
         self._batches += 1
+        charged = set()
         for request in requests:
+            level = self._levels[request.priority]
+            if len(level.lanes) > 1:
+                level.charge(request)
+                charged.add(level)
             self.discard(request)
+        for level in charged:
+            level.end_turns()
 
     def discard(self, request: Request) -> None:
         """Forget a waiting request."""
         self.size -= 1
         self.bytes -= request.size
         _remove_from(self._levels, request.priority, request)
-        _remove_from(self._lanes, (request.priority, request.group), request)
+        _remove_from(self._sections, (request.priority, request.group), request)
         self._deadlines.remove(request.id)
 
     def oldest(self) -> Request | None:
@@ -457,13 +626,13 @@ class RankedQueue:
     def _first(self) -> Request:
         """Return the request around which the next batch is built."""
         if self._goes_by_age():
-            return min([level.oldest() for level in self._levels.values()], key=_age)
-        return self._levels[max(self._levels)].oldest()
+            return min(self._levels.values(), key=lambda level: level.oldest().id).first()
+        return self._levels[max(self._levels)].first()
 
-    def _lanes_of(self, group: Group | None) -> list[_Lane]:
-        """Return the lanes of a group, the highest priority first."""
+    def _sections_of(self, group: Group | None) -> list[_Section]:
+        """Return the sections of a group, the highest priority first."""
         ranks = [(priority, group) for priority in sorted(self._levels, reverse=True)]
-        return [self._lanes[rank] for rank in ranks if rank in self._lanes]
+        return [self._sections[rank] for rank in ranks if rank in self._sections]
 
     def _fill(self, chosen: list[Request], waiting: Iterator[Request], count: int) -> None:
         if self._packer is None:
@@ -475,8 +644,8 @@ class RankedQueue:
 Queue = RequestQueue | RankedQueue
 
 
-def _remove_from(lanes: dict[Any, _Lane], key: Any, request: Request) -> None:
-    """Remove a request from its lane, and the lane if that was its last one."""
-    lanes[key].remove(request)
-    if not lanes[key].requests:
-        del lanes[key]
+def _remove_from(sections: dict[Any, _Section], key: Any, request: Request) -> None:
+    """Remove a request from its section, and the section if that was its last one."""
+    sections[key].remove(request)
+    if not sections[key].size:
+        del sections[key]

@@ -12,7 +12,7 @@ from then on its `is_settled` is True. An internal error does not change that: s
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from math import inf
@@ -49,6 +49,7 @@ from fast_batcher._core.values import (
     Request,
     RetryGroup,
     SessionPlace,
+    Share,
     or_infinite,
     settle,
     settle_open,
@@ -195,6 +196,8 @@ class Admission:
         self._measure_size = measure_size
         # Once True, every further arrival is rejected.
         self.is_draining = False
+        # Whether a request has named its share; then shares limit each other.
+        self.has_shares = False
         self.reconfigure(limits)
 
     def reconfigure(self, limits: Limits) -> None:
@@ -232,9 +235,13 @@ class Admission:
             rejected = [(request, closed) for request in requests if request.session is None]
             requests = [request for request in requests if request.session is not None]
         room = self._limits.max_queue_size - queue.size
-        if len(requests) > room:
+        if self.has_shares and isinstance(queue, RankedQueue):
+            requests, without_room = self._limit_shares(now, requests, queue)
+            rejected += without_room
+        elif len(requests) > room:
             room = max(0, room)
-            rejection = self._rejection_without_room(now, queue, room)
+            text = f"{queue.size + room} requests wait already ({self._limit_of_requests})"
+            rejection = self._rejection_without_room(now, queue, text)
             rejected += [(request, rejection) for request in requests[room:]]
             requests = requests[:room]
         if requests and not isinstance(queue, RequestQueue):
@@ -243,10 +250,46 @@ class Admission:
         if self._limits.max_queue_bytes is not None:
             count = self.count_fitting(queue, requests)
             if count < len(requests):
-                rejection = self._rejection_without_room(now, queue, count, are_bytes=True)
+                waiting = f"{queue.size + count} requests wait already"
+                limit = f"max_queue_bytes={self._limits.max_queue_bytes}"
+                text = f"no room for its bytes: {waiting} ({limit})"
+                rejection = self._rejection_without_room(now, queue, text)
                 rejected += [(request, rejection) for request in requests[count:]]
                 requests = requests[:count]
         return requests, rejected
+
+    def _limit_shares(
+        self, now: float, requests: list[Request], queue: RankedQueue
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
+        """Reject the arrivals of shares that hold as many requests as there is room for."""
+        accepted: list[Request] = []
+        rejected: list[tuple[Request, Rejection]] = []
+        held = {share: queue.held_by(share) for share in {request.share for request in requests}}
+        rejections: dict[Share, Rejection] = {}
+        for request in requests:
+            share = request.share
+            if self.has_room_in_share(held[share], queue.size + len(accepted)):
+                accepted.append(request)
+                held[share] += 1
+                continue
+            if share not in rejections:
+                waiting = f"{held[share]} requests of share {share!r:.80} wait already"
+                text = f"{waiting}; the other room is for other shares ({self._limit_of_requests})"
+                rejections[share] = self._rejection_without_room(now, queue, text)
+            rejected.append((request, rejections[share]))
+        return accepted, rejected
+
+    def has_room_in_share(self, own: int, waiting: int) -> bool:
+        """Return whether a share that has `own` of the waiting requests may add one.
+
+        A share may hold as many requests as there is room for: one share half of the queue, and
+        each of n shares that send all they can one part of n + 1. The last part is left for the
+        next share. The first request of a share finds room in a full queue, too, which then holds
+        at most twice its limit. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds
+        for shared-memory packet switches", 1998.
+        """
+        most = self._limits.max_queue_size
+        return own < max(most - waiting, 1) and waiting < 2 * most
 
     def count_fitting(self, queue: Queue | SessionQueue, requests: list[Request]) -> int:
         """Count the requests, from the first on, whose bytes fit into the queue."""
@@ -261,23 +304,16 @@ class Admission:
             waiting += request.size
         return len(requests)
 
+    @property
+    def _limit_of_requests(self) -> str:
+        return f"max_queue_size={self._limits.max_queue_size}"
+
     def _rejection_without_room(
-        self,
-        now: float,
-        queue: Queue | SessionQueue,
-        accepted: int,
-        *,
-        are_bytes: bool = False,
+        self, now: float, queue: Queue | SessionQueue, text: str
     ) -> Rejection:
-        """Describe why the arrivals after the first `accepted` ones are rejected."""
+        """Describe why arrivals are rejected that find no room."""
         # Predictions are needed from now on: errors carry `retry_after`.
         self._times.is_wanted = True
-        waiting = f"{queue.size + accepted} requests wait already"
-        if are_bytes:
-            limit = f"max_queue_bytes={self._limits.max_queue_bytes}"
-            text = f"no room for its bytes: {waiting} ({limit})"
-        else:
-            text = f"{waiting} (max_queue_size={self._limits.max_queue_size})"
         if self._limits.is_stepped:
             drained = self._stream_times.predict(now)(0) or None
         else:
@@ -295,15 +331,17 @@ class Admission:
         self._times.is_wanted = True
         backlog = self.backlog(now, queue)
         mean_cost = sum([request.cost for request in requests]) / len(requests)
-        levels = {request.priority for request in requests}
-        ahead_of = {priority: queue.ahead_of(priority) for priority in levels}
+        ranks = {(request.priority, request.share) for request in requests}
+        ahead_of = {rank: queue.ahead_of(*rank) for rank in ranks}
+        # The accepted requests of each share: those of others wait in their own turns.
+        accepted_of: Counter[Share] = Counter()
 
         def predict(request: Request, accepted: int) -> float:
-            waiting, cost, groups = ahead_of[request.priority]
+            waiting, cost, groups = ahead_of[request.priority, request.share]
             ahead = WorkAhead(waiting + accepted, cost + accepted * mean_cost, groups)
             return self._times.seconds_until_answered(backlog, ahead, request.cost)
 
-        if len(levels) == 1 and not self._times.has_costs:
+        if len(ranks) == 1 and not self._times.has_costs:
             # The last of equal requests waits longest. This saves 2 us for each of the others.
             slowest = now + predict(requests[-1], len(requests) - 1)
             if slowest <= min(map(target_of, requests)):
@@ -311,9 +349,11 @@ class Admission:
         accepted: list[Request] = []
         rejected: list[tuple[Request, Rejection]] = []
         for request in requests:
-            seconds, left = predict(request, len(accepted)), target_of(request) - now
+            seconds = predict(request, accepted_of[request.share])
+            left = target_of(request) - now
             if seconds <= left or (backlog.is_idle and not accepted):
                 accepted.append(request)
+                accepted_of[request.share] += 1
             else:
                 ahead = backlog.requests + len(accepted)
                 rejected.append((request, _rejection_of_late_arrival(ahead, seconds, left)))
@@ -328,11 +368,14 @@ class Admission:
         if self._max_latency == inf:
             return requests, rejected
         predict = self._stream_times.predict(now)
+        accepted_of: Counter[Share] = Counter()
         for request in requests:
-            ahead = queue.ahead_of(request.priority).requests + len(accepted)
+            priority, share = request.priority, request.share
+            ahead = queue.ahead_of(priority, share).requests + accepted_of[share]
             seconds = predict(ahead)
             if seconds <= self._max_latency:
                 accepted.append(request)
+                accepted_of[share] += 1
             else:
                 late = _rejection_of_late_arrival(ahead, seconds, self._max_latency, "first chunk")
                 rejected.append((request, late))
@@ -500,7 +543,7 @@ class Scheduler:
         methods: Sequence[Method] = (),
     ) -> None:
         self._policy = policy
-        self.counts_bytes = limits.max_queue_bytes is not None
+        self._counts_bytes = limits.max_queue_bytes is not None
         self._timeout = or_infinite(limits.timeout)
         self._is_stepped = limits.is_stepped
         self._packer = packer
@@ -582,10 +625,20 @@ class Scheduler:
         self._times.is_wanted = True
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
-        """Return whether the queue has room for `count` requests, and for this one's bytes."""
-        if count > self._admission.room(self.queue):
+        """Return whether the queue has room for `count` requests, and for this one of them."""
+        admission, queue = self._admission, self.queue
+        if admission.has_shares and request is not None and isinstance(queue, RankedQueue):
+            own = queue.held_by(request.share)
+            if not admission.has_room_in_share(own + count - 1, queue.size + count - 1):
+                return False
+        elif count > admission.room(queue):
             return False
-        return request is None or self._admission.count_fitting(self.queue, [request]) == 1
+        return request is None or admission.count_fitting(queue, [request]) == 1
+
+    @property
+    def requests_differ(self) -> bool:
+        """Whether the queue may have room for one request and none for another."""
+        return self._counts_bytes or self._admission.has_shares
 
     def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
         """Enqueue the requests of one turn; return the rejected ones, which the shell settles."""
@@ -648,12 +701,14 @@ class Scheduler:
         for method in self._methods.all:
             method.reconfigure(limits.max_batch_size)
 
-    def rank_requests(self) -> None:
+    def rank_requests(self, share: Share = None) -> None:
         """Use a `RankedQueue` from now on: for priorities, groups, costs, deadlines, allowed sizes.
 
         Waiting requests move to it. Called on first use only, because a ranked queue costs every
-        request some microseconds.
+        request some microseconds. From the first share that has a name on, shares limit each other.
         """
+        if share is not None:
+            self._admission.has_shares = True
         if isinstance(self.queue, RequestQueue):
             waiting = list(self.queue)
             self.queue = RankedQueue(self._packer)

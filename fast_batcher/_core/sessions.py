@@ -18,6 +18,7 @@ from fast_batcher._core.values import (
     Rejection,
     Request,
     SessionPlace,
+    Share,
     settle_open,
 )
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
@@ -115,9 +116,9 @@ class SessionQueue:
             self._queues[worker] = RankedQueue(self._packer)
         return self._queues[worker]
 
-    def ahead_of(self, priority: int) -> WorkAhead:
-        """Estimate which part of the queue is served before a new request of this priority."""
-        found = [queue.ahead_of(priority) for queue in self._all()]
+    def ahead_of(self, priority: int, share: Share) -> WorkAhead:
+        """Estimate which part of the queue is served before a new request of this rank."""
+        found = [queue.ahead_of(priority, share) for queue in self._all()]
         requests, costs, groups = zip(*found, strict=True)
         return WorkAhead(sum(requests), sum(costs), sum(groups))
 

@@ -243,6 +243,10 @@ COPYING_OUT: Final = 2
 RETRYING: Final = 3
 
 
+# Name of the caller, or of its kind, whose requests are served in turn with those of other shares.
+Share = str | int | None
+
+
 class Request:
     """Input of one call, with its deadline, cost and phase, from the queue to the answer."""
 
@@ -257,9 +261,9 @@ class Request:
         "deadline",
         "has_explicit_deadline",
         "id",
+        "is_ranked",
         "is_settled",
         "phase",
-        "priority",
         "value",
     )
     # The moment at which the scheduler accepted it.
@@ -270,6 +274,9 @@ class Request:
     # The seconds that the caller named, None if it named none: from the arrival, and for a stream
     # again from each chunk.
     timeout: float | None = None
+    # Higher priorities go first; within one, shares are served in turn: see `RankedQueue`.
+    priority = 0
+    share: Share = None
     # Requests with different groups never share a batch; None where there is no `group_by`.
     group: Group | None = None
     cost = 1.0
@@ -305,13 +312,19 @@ class Request:
         self.caller = caller
         # See the module's docstring.
         self.phase: int = QUEUED
-        self.priority = 0  # higher goes first: see `RankedQueue`
+        # Whether it has a priority or a share.
+        self.is_ranked = False
         self.is_settled = False
         # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
         self.has_explicit_deadline = deadline is not None
         self.deadline = inf if deadline is None else deadline
         # The scheduler sets it when it accepts the request. Ids rise with the order of arrival.
         self.id = -1
+
+    def rank(self, priority: int, share: Share) -> None:
+        """Set the priority and the share."""
+        self.priority, self.share = priority, share
+        self.is_ranked = priority != 0 or share is not None
 
 
 def target_of(request: Request) -> float:

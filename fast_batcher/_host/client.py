@@ -531,7 +531,11 @@ class RemoteSession(Session):
             waiting = sum([open_call.size for open_call in self._open])
             if waiting and waiting + request.size > most:
                 return False
-        return self._room > len(self._arrivals) + ahead
+        own = 0
+        if request.share is not None:
+            # The calls of other processes count too, but are not known here.
+            own = sum([open_call.share == request.share for open_call in self._open])
+        return self._room > own + len(self._arrivals) + ahead
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""

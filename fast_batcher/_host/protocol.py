@@ -19,7 +19,7 @@ from fast_batcher.settings import MAX_FRAME_BYTES
 FRAME_SIZE = 1024 * 1024
 # Room in a frame for ids, options and smaller values besides `max_frame_bytes` of one value.
 FRAME_ROOM = 4 * FRAME_SIZE
-# Most requests in a frame: the options of one take up to 200 bytes.
+# Most requests in a frame: the options of one take up to 200 bytes, and its share up to 800.
 MOST_IN_FRAME = 4096
 # Bytes of a group's pickled key from which on its digest is sent instead.
 MOST_OF_KEY = 64
@@ -75,6 +75,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
             None if request.timeout is None else float(request.timeout),
             request.target,
             request.priority,
+            request.share,
             request.cost,
             None if request.group is None else name_group(request.group),
             request.size,
@@ -84,7 +85,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
         for position, request in enumerate(requests)
         if request.has_explicit_deadline
         or request.target is not None
-        or request.priority
+        or request.is_ranked
         or request.group is not None
         or request.cost != 1.0
         or request.size >= 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fast_batcher._core.values import Batch, Failure, Group, Request, SessionPlace
+from fast_batcher._core.values import Batch, Failure, Group, Request, SessionPlace, Share
 from fast_batcher._host import messages
 from fast_batcher._host.messages import Handlers, dispatch
 from fast_batcher._host.protocol import (
@@ -273,6 +273,7 @@ class Tenant:
         timeout: float | None,
         target: float | None,
         priority: int,
+        share: Share,
         cost: float,
         group: tuple[str | None, bytes | None] | None,
         size: int,
@@ -284,7 +285,7 @@ class Tenant:
             request.deadline, request.has_explicit_deadline = deadline, True
         request.timeout = timeout
         request.target = target
-        request.priority = priority
+        request.rank(priority, share)
         request.size = size
         request.cost = cost
         if group is not None:

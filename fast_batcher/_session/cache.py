@@ -231,7 +231,7 @@ class SingleFlight:
         """Send a request with the latest deadline and the highest priority of the calls."""
         flight.leader = max(flight.calls, key=lambda call: call.deadline)
         request = flight.request = copy.copy(flight.leader)
-        request.priority = max(call.priority for call in flight.calls)
+        request.rank(max(call.priority for call in flight.calls), request.share)
         request.caller = self.binding.loop.create_future()
         # A reference to the request in here would be a cycle.
         request.caller.add_done_callback(partial(self._take_outcome, flight))

@@ -8,27 +8,27 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Literal, overload
 
-from fast_batcher._core.values import Request, settle
+from fast_batcher._core.values import Request, Share, settle
 from fast_batcher._process import monotonic
 from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.life import LoopBinding
 from fast_batcher._session.session import Session
 from fast_batcher.errors import BatcherError, ConfigurationError, NotReadyError
 from fast_batcher.model import InputT, OutputT
-from fast_batcher.settings import Settings, checked_priority, checked_timeout
+from fast_batcher.settings import Settings, checked_priority, checked_share, checked_timeout
 
 # Most full batches per worker that one `process_many` call has queued or running: one that runs and
 # one that waits behind it. More would only delay other callers.
 MANY_BATCHES_PER_WORKER = 2
 
 
-def set_options(request: Request, timeout: float | None, priority: int) -> None:
-    """Check the timeout and the priority of a call, and give them to its request."""
+def set_options(request: Request, timeout: float | None, priority: int, share: Share) -> None:
+    """Check the options of a call, and give them to its request."""
     if timeout is not None:
         request.deadline = monotonic() + checked_timeout(timeout)
         request.has_explicit_deadline = True
         request.timeout = timeout
-    request.priority = checked_priority(priority)
+    request.rank(checked_priority(priority), checked_share(share))
 
 
 class _ManyCalls:
@@ -107,6 +107,7 @@ async def process_many(
     *,
     timeout: float | None,
     priority: int,
+    share: Share,
     method: str | None = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
@@ -115,7 +116,7 @@ async def process_many(
     While requests of the call are in flight, the next one waits until the queue has room for it; a
     request of a call that has none in flight is accepted or rejected at once.
     """
-    priority = checked_priority(priority)
+    priority, share = checked_priority(priority), checked_share(share)
     limit = settings.timeout if timeout is None else checked_timeout(timeout)
     deadline = math.inf if limit is None else monotonic() + limit
     # With a target, a batch that waits behind another batch of the same call might be rejected.
@@ -127,7 +128,7 @@ async def process_many(
         for value in values:
             request = Request(value, loop.create_future(), deadline)
             request.timeout = timeout
-            request.priority = priority
+            request.rank(priority, share)
             if timeout is None:
                 request.target = math.inf  # the default timeout is no target
             await many.make_room(request)
@@ -139,9 +140,11 @@ async def process_many(
     return many.outputs
 
 
-# Waits for the outputs of many inputs; called with values, timeout, priority, method, and whether
-# errors are returned.
-CallMany = Callable[[Iterable[Any], float | None, int, str, bool], Coroutine[Any, Any, list[Any]]]
+# Waits for the outputs of many inputs; called with values, timeout, priority, share, method, and
+# whether errors are returned.
+CallMany = Callable[
+    [Iterable[Any], float | None, int, Share, str, bool], Coroutine[Any, Any, list[Any]]
+]
 
 
 class BatchMethod(Generic[InputT, OutputT]):
@@ -152,10 +155,15 @@ class BatchMethod(Generic[InputT, OutputT]):
         self._name = name
 
     async def process_batched(
-        self, value: InputT, *, timeout: float | None = None, priority: int = 0
+        self,
+        value: InputT,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        share: str | int | None = None,
     ) -> OutputT:
         """Wait for the method's output for one input, as `DynBatcher.process_batched` does."""
-        (output,) = await self._call_many([value], timeout, priority, self._name, False)
+        (output,) = await self._call_many([value], timeout, priority, share, self._name, False)
         return output  # type: ignore[no-any-return]
 
     @overload
@@ -165,6 +173,7 @@ class BatchMethod(Generic[InputT, OutputT]):
         *,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
         return_exceptions: Literal[False] = False,
     ) -> list[OutputT]: ...
     @overload
@@ -174,6 +183,7 @@ class BatchMethod(Generic[InputT, OutputT]):
         *,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
         return_exceptions: bool,
     ) -> list[OutputT | BatcherError]: ...
     async def process_many(
@@ -182,10 +192,13 @@ class BatchMethod(Generic[InputT, OutputT]):
         *,
         timeout: float | None = None,
         priority: int = 0,
+        share: str | int | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
         """Wait for the outputs of many inputs, in their order; see `DynBatcher.process_many`."""
-        return await self._call_many(values, timeout, priority, self._name, return_exceptions)
+        return await self._call_many(
+            values, timeout, priority, share, self._name, return_exceptions
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r}>"

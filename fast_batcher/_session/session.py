@@ -372,8 +372,8 @@ class LocalSession(Session):
             if error is not None:
                 self._ledger.reject(request, error, "invalid input")
                 return
-        if request.priority:
-            self.scheduler.rank_requests()
+        if request.is_ranked:
+            self.scheduler.rank_requests(request.share)
         staged_types = self._staged_types
         # The copy is made before the scheduler admits the request, which it does once per turn: a
         # rejected request releases the copy.
@@ -731,9 +731,9 @@ class LocalSession(Session):
 
     def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the queue has room for a request behind the arrivals of this turn."""
-        if not self.scheduler.counts_bytes:
+        if not self.scheduler.requests_differ:
             return self._has_queue_room(ahead)
-        # The queue keeps the sum of its bytes; here it would be computed for each request.
+        # The queue knows its bytes and shares; here they would be counted for each request.
         self._submit_arrivals(monotonic())
         return self.scheduler.has_room(ahead + 1, request)
 

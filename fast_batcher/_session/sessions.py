@@ -77,7 +77,7 @@ class BatchSession(Generic[InputT, OutputT]):
         opening = self._require_opening()
         future: Future[Any] = Future(loop=opening.binding.loop)
         request = Request(value, future)
-        set_options(request, timeout, 0)
+        set_options(request, timeout, 0, None)
         if deadline is not None:
             request.deadline, request.has_explicit_deadline = deadline, True
         request.session = self._place

@@ -294,6 +294,35 @@ async def test_priorities_groups_and_costs_shape_batches(make: Make, gate: Gate)
     assert_balance(batcher)
 
 
+async def test_share_that_floods_the_queue_delays_and_rejects_no_other(
+    make: Make, gate: Gate
+) -> None:
+    async with make(Batches, 4, model_args=(gate.path,), max_queue_size=16) as batcher:
+        first = call(batcher, "hold")
+        visit = await gate.visit()
+        flood = [call(batcher, number, share="flood") for number in range(60)]
+        errors = [await outcome(one) for one in flood[20:]]
+        assert {type(one) for one in errors} == {QueueFullError}
+        assert all("share 'flood'" in str(one) for one in errors)
+        others = [call(batcher, f"share {number}", share=number) for number in range(3)]
+        others.append(call(batcher, "no share"))
+        many = asyncio.create_task(batcher.process_many(["x"] * 64, share="many"))
+        # Of the flood eight are accepted, as the worker is busy.
+        await until(lambda: batcher.stats.submitted > 1 + 8 + len(others))
+        visit.let_on()
+        for one in others:
+            assert [type(value) for value in await one].count(int) <= 1
+        assert len(await many) == 64
+        answered = [one for one in [await outcome(one) for one in flood] if isinstance(one, list)]
+        assert 8 <= len(answered) <= 16
+        assert await first == ["hold"]
+        wrong: Any
+        for wrong in (True, 1.5, "x" * 201, 2**63, [], b"bytes"):
+            assert isinstance(await outcome(call(batcher, 1, share=wrong)), ConfigurationError)
+        assert await batcher.process_batched(1, share="x" * 200, timeout=LIMIT) == [1]
+    assert_balance(batcher)
+
+
 async def test_call_waits_for_no_equal_one_of_lower_priority(make: Make, gate: Gate) -> None:
     async with make(Holds, 1, model_args=(gate.path,), cache=LRUCache(99)) as batcher:
         first = [call(batcher, "hold")]

@@ -163,9 +163,12 @@ def test_each_option_is_complete() -> None:
 @pytest.mark.parametrize(
     ("method", "signature"),
     [
-        ("process_batched", "(self, value, *, timeout=None, priority=0)"),
-        ("process_many", "(self, values, *, timeout=None, priority=0, return_exceptions=False)"),
-        ("submit", "(self, value, *, timeout=None, priority=0)"),
+        ("process_batched", "(self, value, *, timeout=None, priority=0, share=None)"),
+        (
+            "process_many",
+            "(self, values, *, timeout=None, priority=0, share=None, return_exceptions=False)",
+        ),
+        ("submit", "(self, value, *, timeout=None, priority=0, share=None)"),
         ("open", "(self, *, wait_ready=True)"),
         ("aclose", "(self)"),
         ("begin_drain", "(self)"),

@@ -250,6 +250,9 @@ async def calls() -> None:
     assert_type(await batcher.process_batched("text", priority=2), int)
     assert_type(await batcher.process_many(["a"], priority=-2), list[int])
     assert_type(batcher.submit("text", priority=2).result(), int)
+    assert_type(await batcher.process_batched("text", share="client"), int)
+    assert_type(await batcher.process_many(["a"], share=7), list[int])
+    assert_type(batcher.submit("text", share=None).result(), int)
     batcher.reconfigure(max_batch_size=8, max_delay=None, max_queue_size=None, max_latency=0.5)
     batcher.reconfigure()
 
@@ -258,6 +261,7 @@ async def calls() -> None:
     batcher.reconfigure(timeout=2.0)  # type: ignore[call-arg]
     batcher.reconfigure(max_batch_size="8")  # type: ignore[arg-type]
     await batcher.process_batched("text", priority="high")  # type: ignore[arg-type]
+    await batcher.process_batched("text", share=1.5)  # type: ignore[arg-type]
 
     await batcher.process_batched(7)  # type: ignore[arg-type]
     await batcher.process_batched(["text"])  # type: ignore[arg-type]
@@ -266,7 +270,7 @@ async def calls() -> None:
     await batcher.process_many([1, 2])  # type: ignore[list-item]
     batcher.submit(7)  # type: ignore[arg-type]
     text: str = await batcher.process_batched("text")  # type: ignore[assignment]
-    stream = await spoken.stream("text", timeout=1, priority=2)
+    stream = await spoken.stream("text", timeout=1, priority=2, share="client")
     assert_type(stream, Stream[bytes])
     assert_type([chunk async for chunk in stream], list[bytes])
     assert_type(await spoken.process_batched("text"), list[bytes])

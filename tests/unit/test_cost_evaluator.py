@@ -1,5 +1,6 @@
 """Cost and group functions: those that answer, and every way not to. And with them in a batcher."""
 
+import asyncio
 import logging
 import math
 import time
@@ -182,6 +183,39 @@ async def test_priority_works_with_every_call(gate: Gate) -> None:
         assert order == ["running", "next", "higher", "high", "low", "lower"]
         assert [await one for one in calls][-1] == "high"
         await until(future.done)
+
+
+@pytest.mark.slow
+async def test_share_works_with_every_call(gate: Gate) -> None:
+    async with DynBatcher(Gated, 1, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, "running")]
+        visit = await gate.visit()
+        # A second batch goes to the busy worker at once.
+        calls.append(call(batcher, "next"))
+        await turns()
+        calls += [call(batcher, f"a{number}", share="a") for number in range(3)]
+        await turns()
+        future = batcher.submit("b", share="b")
+        await until(lambda: batcher.stats.waiting == 4)
+        many = asyncio.create_task(batcher.process_many(["c", "c"], share=3))
+        await until(lambda: batcher.stats.waiting >= 5)
+        order = []
+        for _ in range(8):
+            visit.let_on()
+            order += visit.note
+            if len(order) < 8:
+                visit = await gate.visit()
+        assert order[:2] == ["running", "next"]
+        assert set(order[2:5]) == {"a0", "b", "c"}
+        assert order.index("a1") < order.index("a2")
+        assert await many == ["c", "c"]
+        await asyncio.gather(*calls)
+        await until(future.done)
+        wrong: Any = {"share": True}
+        with pytest.raises(ConfigurationError, match=r"^share=True: give a text"):
+            batcher.submit("input", **wrong)
+        with pytest.raises(ConfigurationError, match=r"^share=True: give a text"):
+            await batcher.process_many(["input"], **wrong)
 
 
 @pytest.mark.slow

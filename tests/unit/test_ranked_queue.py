@@ -216,4 +216,4 @@ def test_rounding_leaves_no_cost_below_nothing() -> None:
     arrivals.cancel(large)
     arrivals.cancel(small)
     assert arrivals.queue.cost >= 0
-    assert arrivals.queue.ahead_of(0).cost >= 0
+    assert arrivals.queue.ahead_of(0, None).cost >= 0

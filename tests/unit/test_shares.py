@@ -1,0 +1,291 @@
+"""Shares: turns within a priority, and room in the queue."""
+
+from collections import Counter
+from itertools import combinations, count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedulers import make, poll_batches
+
+from fast_batcher._core.queue import AGED_BATCHES, PaddedPacker, RankedQueue, SummedPacker
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Group, Request
+from fast_batcher.errors import QueueFullError
+
+COSTS = (1.0, 2.5, 9.0)
+
+
+class Arrivals:
+    """A ranked queue, and the numbers of its requests."""
+
+    def __init__(self, queue: RankedQueue | None = None) -> None:
+        self.queue = queue or RankedQueue()
+        self._ids = count()
+
+    def add(
+        self,
+        share: str | None,
+        cost: float = 1.0,
+        priority: int = 0,
+        group: Group | None = None,
+    ) -> Request:
+        request = Request(None, None, deadline=100.0)
+        request.id = next(self._ids)
+        request.rank(priority, share)
+        request.cost, request.group = cost, group
+        self.queue.extend([request])
+        return request
+
+    def send(self, most: int) -> str:
+        """The next batch leaves; return the shares of its requests."""
+        return "".join([str(request.share) for request in self.take(most)])
+
+    def take(self, most: int) -> list[Request]:
+        requests = self.queue.choose(most)
+        assert requests == self.queue.choose(most), "choosing changes nothing"
+        assert requests[0].group is self.queue.next_group
+        self.queue.batch_left(requests)
+        return requests
+
+
+# Turns.
+
+
+def test_one_request_each_goes_before_a_flood() -> None:
+    arrivals = Arrivals()
+    for _ in range(1000):
+        arrivals.add("A")
+    for share in "BCDEFGHIJ":
+        arrivals.add(share)
+    batch = arrivals.send(32)
+    assert Counter(batch) == Counter("A" * 23 + "BCDEFGHIJ")
+    assert arrivals.send(32) == "A" * 32
+
+
+@pytest.mark.parametrize(
+    ("waiting", "order"),
+    [
+        ([("A", 1)] * 3 + [("B", 1)] * 2, "ABABA"),
+        ([("A", 1)] * 4 + [("B", 1), ("C", 1)], "ABCAAA"),
+        # By cost: one of A is worth three of B.
+        ([("A", 3)] * 2 + [("B", 1)] * 6, "BBABBBAB"),
+        # A long one waits until the others have been served as much.
+        ([("A", 5), ("B", 1), ("B", 1), ("C", 2), ("C", 2)], "BBCCA"),
+        # Without a name.
+        ([(None, 1)] * 2 + [("B", 1)], "NoneBNone"),
+    ],
+)
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_order(waiting: list[tuple[str | None, float]], order: str, most: int) -> None:
+    arrivals = Arrivals()
+    for share, cost in waiting:
+        arrivals.add(share, cost)
+    sent = ""
+    while arrivals.queue.size:
+        sent += arrivals.send(most)
+    assert sent == order
+
+
+def test_share_that_returns_saves_no_turns() -> None:
+    """Neither a share that asks again at once nor new ones keep a waiting one from its turns."""
+    arrivals = Arrivals()
+    for _ in range(20):
+        arrivals.add("A")
+    for share in ("B", *"CDEFGHI"):
+        arrivals.add(share)
+        assert sorted(arrivals.send(1) + arrivals.send(1)) == ["A", share]
+    for _ in range(3):
+        # Each costs as much as four of A.
+        arrivals.add("B", 4.0)
+        assert sorted(arrivals.send(1) for _ in range(5)) == [*"AAAAB"]
+
+
+def test_priorities_come_before_shares() -> None:
+    arrivals = Arrivals()
+    for share, priority in (("A", 0), ("A", 5), ("B", 0), ("A", 5), ("B", 5)):
+        arrivals.add(share, priority=priority)
+    assert arrivals.send(4) == "ABAA"
+    assert arrivals.send(4) == "B"
+
+
+def test_a_batch_that_ignores_priorities_goes_by_turns() -> None:
+    arrivals = Arrivals()
+    for share in "AAAAB":
+        arrivals.add(share)
+    for _ in range(AGED_BATCHES - 1):
+        arrivals.add("C", priority=1)
+        assert arrivals.send(1) == "C"
+    arrivals.add("C", priority=1)
+    assert arrivals.send(2) == "AB"
+
+
+def test_a_batch_that_ignores_priorities_begins_with_the_share_whose_turn_it_is() -> None:
+    arrivals = Arrivals()
+    older = arrivals.add("A", 3.0)
+    high = [arrivals.add("C", priority=1) for _ in range(AGED_BATCHES)]
+    first = arrivals.add("B")
+    for request in high[:-1]:
+        assert arrivals.take(1) == [request]
+    assert arrivals.take(3) == [first, older, high[-1]]
+
+
+def test_groups_follow_the_share_whose_turn_it_is() -> None:
+    arrivals = Arrivals()
+    x, y = Group("x"), Group("y")
+    arrivals.add("A", group=x)
+    arrivals.add("A", group=x)
+    # Its oldest is of another group; the cheaper one behind that goes after A's first.
+    arrivals.add("B", 2.0, group=y)
+    arrivals.add("B", 0.1, group=x)
+    assert arrivals.send(4) == "ABA"
+    assert arrivals.send(4) == "B"
+
+
+@pytest.mark.parametrize("packer", [SummedPacker(6.0), PaddedPacker(6.0)])
+def test_packers_begin_with_the_share_whose_turn_it_is(
+    packer: SummedPacker | PaddedPacker,
+) -> None:
+    arrivals = Arrivals(RankedQueue(packer))
+    for _ in range(8):
+        arrivals.add("A", 3.0)
+    arrivals.add("B", 2.0)
+    assert arrivals.send(8)[0] == "B"
+    assert arrivals.send(8) == "AA"
+
+
+class Ledger:
+    """A queue whose requests come, leave and are cancelled; notes who was served while waiting."""
+
+    def __init__(self) -> None:
+        self.arrivals = Arrivals()
+        self.waiting: list[Request] = []
+        # Of each pair of shares that wait, by how much the first was served more.
+        self.leads: dict[tuple[str, str], float] = {}
+
+    def add(self, share: str, cost: float) -> None:
+        self.waiting.append(self.arrivals.add(share, cost))
+
+    def cancel(self, number: int) -> None:
+        if self.waiting:
+            self.arrivals.queue.discard(self.waiting.pop(number % len(self.waiting)))
+
+    def send(self, most: int) -> None:
+        if not self.waiting:
+            return
+        served: Counter[object] = Counter()
+        for request in self.arrivals.take(most):
+            self.waiting.remove(request)
+            served[request.share] += request.cost  # type: ignore[assignment]
+        for one, other in self.leads:
+            self.leads[one, other] += served[one] - served[other]
+
+    def end_step(self) -> None:
+        present = sorted({str(request.share) for request in self.waiting})
+        self.leads = {pair: self.leads.get(pair, 0.0) for pair in combinations(present, 2)}
+        queue = self.arrivals.queue
+        assert queue.size == len(self.waiting)
+        assert queue.cost == pytest.approx(sum(request.cost for request in self.waiting))
+
+
+STEPS = st.one_of(
+    st.tuples(st.just(Ledger.add), st.sampled_from("ABCD"), st.sampled_from(COSTS)),
+    st.tuples(st.just(Ledger.send), st.integers(1, 5)),
+    st.tuples(st.just(Ledger.cancel), st.integers(0, 50)),
+)
+
+
+@given(steps=st.lists(STEPS, max_size=120))
+def test_waiting_shares_are_served_equally(steps: list[tuple[Any, ...]]) -> None:
+    """While two shares wait, what they are served differs by at most twice the highest cost."""
+    ledger = Ledger()
+    for step, *arguments in [*steps, *[(Ledger.send, 5)] * len(steps)]:
+        step(ledger, *arguments)
+        ledger.end_step()
+        assert all(abs(lead) <= 2 * max(COSTS) for lead in ledger.leads.values())
+    assert ledger.waiting == []
+    assert [*ledger.arrivals.queue] == []
+
+
+# Room.
+
+
+def of_share(share: str | None, deadline: float | None = None) -> Request:
+    request = Request(None, None, deadline)
+    request.rank(0, share)
+    return request
+
+
+def send_all(scheduler: Scheduler, share: str | None, requests: int) -> list[QueueFullError]:
+    """Submit requests of a share; return the errors of those without room."""
+    arriving = [of_share(share) for _ in range(requests)]
+    scheduler.rank_requests(share)
+    errors = [why.to_error() for _, why in scheduler.submit(0.0, arriving)]
+    assert all(isinstance(error, QueueFullError) for error in errors)
+    return errors  # type: ignore[return-value]
+
+
+def busy(max_queue_size: int) -> Scheduler:
+    """A scheduler without a worker."""
+    scheduler = make(max_batch_size=4, max_queue_size=max_queue_size)
+    scheduler.workers.clear()
+    return scheduler
+
+
+def test_each_share_holds_as_much_as_there_is_room_for() -> None:
+    scheduler = busy(64)
+    left = {share: 100 - len(send_all(scheduler, share, 100)) for share in "ABCD"}
+    assert left == {"A": 32, "B": 16, "C": 8, "D": 4}
+    (error, *_) = send_all(scheduler, "A", 1)
+    assert str(error) == (
+        "32 requests of share 'A' wait already; the other room is for other shares "
+        "(max_queue_size=64)"
+    )
+    assert scheduler.queue.size == 60
+
+
+def test_first_request_of_a_share_finds_room_in_a_full_queue() -> None:
+    scheduler = busy(8)
+    # Nobody has named a share yet.
+    scheduler.rank_requests()
+    assert send_all(scheduler, None, 8) == []
+    assert len(send_all(scheduler, None, 1)) == 1
+    for number in range(8):
+        assert len(send_all(scheduler, f"share {number}", 2)) == 1
+    # Its memory is bounded, however many shares there are.
+    assert len(send_all(scheduler, "one more", 1)) == 1
+    assert scheduler.queue.size == 16
+
+
+def test_room_for_a_share() -> None:
+    scheduler = busy(8)
+    assert send_all(scheduler, "A", 4) == []
+    assert scheduler.requests_differ
+    room = {share: scheduler.has_room(1, of_share(share)) for share in ("A", "B", None)}
+    assert room == {"A": False, "B": True, None: True}
+    assert scheduler.has_room(2, of_share("B"))
+    assert not scheduler.has_room(3, of_share("B"))
+
+
+def test_draining_rejects_every_share() -> None:
+    scheduler = busy(8)
+    scheduler.rank_requests("A")
+    scheduler.begin_drain()
+    ((_, rejection),) = scheduler.submit(0.0, [of_share("B")])
+    assert rejection.reason == "closed"
+
+
+def test_backlog_of_a_share_makes_no_other_late() -> None:
+    """A request with a target is predicted by the turns that are before it."""
+    scheduler = make(max_batch_size=4, max_queue_size=1000)
+    scheduler.learn_times()
+    now = 0.0
+    for _ in range(20):
+        assert send_all(scheduler, "A", 1) == []
+        (batch,) = poll_batches(scheduler, now)
+        now += 1.0
+        scheduler.batch_done(now, 0, batch.id)
+    assert send_all(scheduler, "A", 100) == []
+    for share, is_late in (("A", True), ("B", False), (None, False)):
+        assert len(scheduler.submit(now, [of_share(share, now + 5.0)])) == is_late
