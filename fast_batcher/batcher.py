@@ -65,6 +65,7 @@ from fast_batcher.model import (
     ModelSpec,
     OutputT,
     check_model,
+    concatenates,
     find_cost,
     is_session_model,
     name_of,
@@ -154,7 +155,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             to 1e15. Batches are then formed of inputs with similar costs. The function is
             called once per input on the event loop's thread, so it must be quick, and sees the
             context variables (`contextvars`) of the call. Default the model's `cost`, if its class
-            has a static or class method of that name.
+            has a static or class method of that name; or the length of the input, if the model has
+            a `Collation.concatenate`.
         group_by: Function that returns a hashable key of an input: only inputs with equal keys
             share a batch. It is called like `cost`.
         options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`;
@@ -209,6 +211,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             group_by=group_by,
             **options,
         )
+        if concatenates(model):
+            values.setdefault("cost_is_padded", False)
         # The names of the arguments, with their sources. Another option has its default.
         self._sources = dict.fromkeys(self._given, "code")
         general: dict[str, Any] = {}
@@ -520,7 +524,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: as for `process_many`.
         """
         collation = Collation.stack() if collation is None else collation
-        if not isinstance(collation, Collation):
+        is_known = isinstance(collation, Collation)
+        if not is_known or collation.lengths is not None:
             raise ConfigurationError(
                 f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"
             )

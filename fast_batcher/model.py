@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation, check_sizes
+from fast_batcher._arrays.ragged import count_positions
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import BATCH_SIZE, find_similar_name
 from fast_batcher.types import Rows
@@ -72,7 +73,7 @@ def batchable(
         BATCH_SIZE.check("max_batch_size", max_batch_size)
     if collation is not None and not isinstance(collation, Collation):
         raise ConfigurationError(
-            f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"
+            f"collation={collation!r:.100}: make one with Collation.stack(), pad() or concatenate()"
         )
 
     def mark(function: FunctionT) -> FunctionT:
@@ -370,8 +371,8 @@ def _find_collation_fault(collation: object, model: type) -> str | None:
     """
     if collation is not None and not isinstance(collation, Collation | property):
         return (
-            f"its collation is {collation!r:.100}; make one with Collation.stack() or "
-            "Collation.pad()"
+            f"its collation is {collation!r:.100}; make one with Collation.stack(), pad() or "
+            "concatenate()"
         )
     sizes = getattr(model, "allowed_batch_sizes", None)
     if sizes is None or isinstance(sizes, property):
@@ -472,11 +473,20 @@ def _check_importable(model: type) -> None:
         ) from error
 
 
+def concatenates(model: object) -> bool:
+    """Return whether a model class takes batches of `Collation.concatenate`."""
+    collation = getattr(model, "collation", None) if isinstance(model, type) else None
+    return isinstance(collation, Collation) and collation.lengths is not None
+
+
 def find_cost(model: object) -> Callable[[Any], float] | None:
-    """Return the static or class method `cost` of a model class, None if it has no `cost`."""
+    """Return the static or class method `cost` of a model class, or the default for its collation.
+
+    None if there is none: each input costs the same.
+    """
     own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
     if own is None:
-        return None
+        return count_positions if concatenates(model) else None
     if not isinstance(own, staticmethod | classmethod):
         raise ConfigurationError(
             f"model={model!r}: its cost is called without an instance, so it must be a "

@@ -64,7 +64,7 @@ class Padding:
 class Collation:
     """Rules that join inputs to one batch and split the model's outputs into rows.
 
-    Made by `Collation.stack` or `Collation.pad`. A *row* is one input or one output, without a
+    Made by `Collation.stack`, `pad` or `concatenate`. A *row* is one input or one output, without a
     batch axis: an array, a tensor, or a structure of them (mappings, lists, tuples, named tuples,
     dataclasses, pydantic models). A *feature* is one array of a structure, and its name is its path
     with dots: "image", "vision.pixels", "0". A row that is itself an array has the feature "".
@@ -75,6 +75,8 @@ class Collation:
     outputs: Outputs = "auto"
     allowed_batch_sizes: tuple[int, ...] = ()
     padding: Padding | None = None
+    # The name of the offsets with which rows are joined along their first axis.
+    lengths: str | None = None
 
     @classmethod
     def stack(
@@ -188,6 +190,42 @@ class Collation:
             allowed_batch_sizes=allowed_batch_sizes,
         )
         return replace(stacked, padding=padding)
+
+    @classmethod
+    def concatenate(
+        cls,
+        *,
+        lengths: str = "cu_seqlens",
+        unequal: Unequal = "error",
+        outputs: Outputs = "auto",
+    ) -> "Collation":
+        """Join rows of unequal lengths one behind the other along their first axis, unpadded.
+
+        All arrays of a row have one length. Numbers, texts and arrays without axes are stacked as
+        `stack` does. The offsets are int32, of shape (rows + 1,), and begin with 0: row i is
+        `values[offsets[i] : offsets[i + 1]]`. Attention kernels for such batches call them
+        `cu_seqlens`.
+
+        The model's outputs are arrays with one entry for each row, or with one for each position
+        of the joined rows, which are split by the offsets. A batch in which these numbers are equal
+        gets one more row, of the first position of another row twice, whose output is dropped.
+
+        The default `cost` of an input is its length, and that of a batch the sum of the lengths, if
+        the batcher is given the class of the model.
+
+        Args:
+            lengths: Name of the offsets. A batch of mappings gets them under this name; of other
+                rows `infer` gets a tuple of the joined rows and the offsets.
+            unequal: See `stack`.
+            outputs: See `stack`.
+
+        Raises:
+            ConfigurationError: An argument is wrong.
+        """
+        name = _check_name("lengths", lengths)
+        if name is None:
+            raise ConfigurationError("lengths=None: give a name for the offsets")
+        return replace(cls.stack(unequal=unequal, outputs=outputs), lengths=name)
 
 
 def _check_axes(name: str, axes: object, most: int, remedy: str) -> tuple[int, ...]:

@@ -14,10 +14,13 @@ import importlib
 import inspect
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from fast_batcher._arrays import ragged
 from fast_batcher._arrays.collation import Collation, Outputs, Padding, PadValue
 from fast_batcher._arrays.kinds import find_numpy, find_torch, is_array, is_tensor
 from fast_batcher._arrays.stacking import find_whole
@@ -201,15 +204,15 @@ def stack_leaves(
     if spec.kind == "number":
         return _stack_numbers(leaves, spec, like)
     is_padded = None in spec.shape
-    is_filled = is_padded and padding is not None and bool(padding.lengths)
-    if dim == 0 and not is_filled and (found := find_whole(leaves)) is not None:
+    # The shape of the batch is then not that of the rows.
+    is_other = is_padded and (padding is None or bool(padding.lengths))
+    if dim == 0 and not is_other and (found := find_whole(leaves)) is not None:
         return found
     is_tensor = spec.kind == "tensor"
     if is_tensor:  # no gradient is computed through a batch
         leaves = [leaf.detach() for leaf in leaves]
     if is_padded:
-        assert padding is not None, "the spec says so"
-        return _pad_leaves(leaves, spec, feature, dim, padding)
+        return _join_unequal(leaves, spec, feature, dim, padding)
     if is_tensor:
         return sys.modules["torch"].stack(leaves, dim)
     numpy = sys.modules["numpy"]
@@ -224,8 +227,12 @@ def _batch_shape(row: Sequence[Any], dim: int, count: int) -> list[Any]:
     return shape
 
 
-def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding) -> Any:
-    """Join arrays or tensors after filling them up to the longest, or an allowed length."""
+def _join_unequal(
+    leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding | None
+) -> Any:
+    """Join arrays or tensors end to end, or filled up to the longest or an allowed length."""
+    if padding is None:
+        return ragged.concatenate(leaves, are_tensors=spec.kind == "tensor")
     longest = [max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)]
     for axis in padding.axes_of(feature, len(longest)):
         longest[axis] = padding.fit(longest[axis], axis, axis - len(longest))
@@ -278,6 +285,15 @@ def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[A
     return copy_rows(rows) if copy else list(rows)
 
 
+def unjoin(batch: Any, lengths: Sequence[int], *, to_cpu: bool, copy: bool) -> list[Any]:
+    """Split an array or tensor along its first axis into parts; see `unstack`."""
+    if is_joinable_tensor(batch):
+        plain = batch.detach().cpu() if to_cpu else batch.detach()
+        return [_copy_tensor(part) for part in ragged.split_at(plain, lengths)]
+    parts = ragged.split_at(batch, lengths)
+    return [part.copy() for part in parts] if copy else parts
+
+
 def copy_rows(batch: Any) -> list[Any]:
     """Copy the rows of an array, of whatever subclass, along its first axis."""
     if batch.ndim == 1 and batch.dtype.kind != "V":
@@ -305,6 +321,16 @@ class Row(NamedTuple):
     specs: tuple[Spec, ...]
 
     @property
+    def joined(self) -> int:
+        """The position of the first leaf that is joined along its first axis."""
+        return next(at for at, spec in enumerate(self.specs) if None in spec.shape)
+
+    @property
+    def length(self) -> int:
+        """The length of the leaves that are joined along their first axis."""
+        return int(self.leaves[self.joined].shape[0])
+
+    @property
     def signature(self) -> tuple[Tree, tuple[Spec, ...]]:
         """Tree and specs; rows with equal signatures can be joined. Hashable."""
         return self.tree, self.specs
@@ -313,7 +339,9 @@ class Row(NamedTuple):
 def make_row(value: Any, collation: Collation) -> Row:
     """Flatten and describe one input; CollationError if it cannot be joined to any other."""
     padding = collation.padding
-    row = _flatten_row(value, padding)
+    row = _flatten_row(value, collation)
+    if collation.lengths is not None:
+        _check_lengths(value, row, collation.lengths)
     if padding is not None and padding.mask is not None:
         _check_mask(value, padding.mask)
         mask, spec = _make_mask(row, padding.mask, padding.mask_of)
@@ -330,14 +358,18 @@ def make_row(value: Any, collation: Collation) -> Row:
     return row
 
 
-def _flatten_row(value: Any, padding: Padding | None) -> Row:
+def _flatten_row(value: Any, collation: Collation) -> Row:
     leaves, tree = flatten(value, _refuse_plain_list)
     specs: list[Spec] = []
     for leaf, path in zip(leaves, paths(tree), strict=True):
         spec = spec_of(leaf)
         if spec is None:
             raise CollationError(describe_fault(leaf, path))
-        specs.append(spec if padding is None else pad_spec(spec, path, padding))
+        if collation.padding is not None:
+            spec = pad_spec(spec, path, collation.padding)
+        elif collation.lengths is not None and spec.shape:
+            spec = spec._replace(shape=(None, *spec.shape[1:]))
+        specs.append(spec)
     return Row(leaves, tree, tuple(specs))
 
 
@@ -348,6 +380,26 @@ def _refuse_plain_list(value: Any) -> bool:
             "features; send numpy.asarray(x), or a tuple"
         )
     return False
+
+
+def _check_lengths(value: Any, row: Row, name: str) -> None:
+    named_leaves = zip(row.leaves, paths(row.tree), row.specs, strict=True)
+    found = {named(path): leaf.shape[0] for leaf, path, spec in named_leaves if spec.shape}
+    if len(set(found.values())) > 1:
+        lengths = ", ".join(f"{path} {length}" for path, length in found.items())
+        raise CollationError(
+            f"the arrays of an input are joined along their first axis, where their lengths "
+            f"differ: {lengths:.200}"
+        )
+    if not found:
+        raise CollationError(
+            "inputs are joined along the first axis of their arrays, and this input has no array "
+            "with an axis"
+        )
+    if isinstance(value, Mapping) and name in value:
+        raise CollationError(
+            f"lengths={name!r}: the input has this key already; choose another name for the offsets"
+        )
 
 
 def _check_mask(value: Any, name: str) -> None:
@@ -445,7 +497,25 @@ def join_leaves(first: Row, leaves: Sequence[list[Any]], collation: Collation) -
         stack_leaves(column, spec, path, collation.batch_dim[0], collation.padding, like)
         for column, spec, path in features
     ]
-    return build(first.tree, iter(stacked))
+    if collation.lengths is None:
+        return build(first.tree, iter(stacked))
+    at = first.joined
+    is_tensor = first.specs[at].kind == "tensor"
+    lengths = [leaf[at].shape[0] for leaf in leaves]
+    offsets = ragged.make_offsets(lengths, stacked[at], are_tensors=is_tensor)
+    if first.tree.kind in (dict, OrderedDict):
+        return build(with_entry(first.tree, collation.lengths), iter([*stacked, offsets]))
+    return build(first.tree, iter(stacked)), offsets
+
+
+def make_filler(rows: Sequence[Row]) -> Row:
+    """Return a row for a batch whose positions are as many as its rows; see `concatenate`."""
+    row = max(rows, key=attrgetter("length"))
+    leaves = [
+        leaf if None not in spec.shape else ragged.double(leaf, are_tensors=spec.kind == "tensor")
+        for leaf, spec in zip(row.leaves, row.specs, strict=True)
+    ]
+    return row._replace(leaves=leaves)
 
 
 def split(
@@ -453,13 +523,17 @@ def split(
     count: int,
     collation: Collation,
     *,
+    lengths: Sequence[int] = (),
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
-    """Split a batch of `count` rows, the inverse of `join`; without `copy` into views of arrays."""
+    """Split a batch of `count` rows, the inverse of `join`; without `copy` into views of arrays.
+
+    An array as long as `lengths` together has a part of each length instead.
+    """
     axis = collation.batch_dim[1]
     is_rows = functools.partial(_is_rows, dim=axis, reading=collation.outputs)
-    return _split(batch, count, axis, is_rows, to_cpu=to_cpu, copy=copy)
+    return _split(batch, count, axis, is_rows, lengths=lengths, to_cpu=to_cpu, copy=copy)
 
 
 def _split(
@@ -468,13 +542,14 @@ def _split(
     dim: int,
     is_rows: Callable[[Any], bool],
     *,
+    lengths: Sequence[int] = (),
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
     # A list of rows is a leaf.
     leaves, tree = flatten(batch, is_rows)
     columns = [
-        _split_leaf(leaf, path, count, dim, to_cpu=to_cpu, copy=copy)
+        _split_leaf(leaf, path, count, dim, lengths, to_cpu=to_cpu, copy=copy)
         for leaf, path in zip(leaves, paths(tree), strict=True)
     ]
     if tree == LEAF:
@@ -513,7 +588,14 @@ def _may_be_batch(value: Any, dim: int) -> bool:
 
 
 def _split_leaf(
-    leaf: Any, path: str, count: int, dim: int, *, to_cpu: bool, copy: bool
+    leaf: Any,
+    path: str,
+    count: int,
+    dim: int,
+    lengths: Sequence[int],
+    *,
+    to_cpu: bool,
+    copy: bool,
 ) -> list[Any]:
     if leaf is None and path:
         return [None] * count
@@ -534,9 +616,12 @@ def _split_leaf(
             f"{name} has {len(leaf.shape)} axes and no axis batch_dim={dim}; return "
             "outputs with a batch axis, or set batch_dim"
         )
+    if lengths and not is_list and found == sum(lengths):
+        return unjoin(leaf, lengths, to_cpu=to_cpu, copy=copy)
     if found != count:
+        or_each = f", or one for each of their {sum(lengths)} positions" if lengths else ""
         raise OutputMismatchError(
-            f"{name} has {found} rows for {count} inputs; return one for each"
+            f"{name} has {found} rows for {count} inputs; return one for each{or_each}"
         )
     if is_list:
         return [_own_row(row, to_cpu=to_cpu) for row in leaf]

@@ -18,7 +18,6 @@ from fast_batcher._core.values import (
     Rejection,
     Request,
     SessionPlace,
-    Share,
     settle_open,
 )
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
@@ -116,7 +115,7 @@ class SessionQueue:
             self._queues[worker] = RankedQueue(self._packer)
         return self._queues[worker]
 
-    def ahead_of(self, priority: int, share: Share) -> WorkAhead:
+    def ahead_of(self, priority: int, share: str | int | None) -> WorkAhead:
         """Estimate which part of the queue is served before a new request of this rank."""
         found = [queue.ahead_of(priority, share) for queue in self._all()]
         requests, costs, groups = zip(*found, strict=True)

@@ -23,6 +23,7 @@ from fast_batcher._arrays.joining import (
     is_one_value,
     join_leaves,
     list_outputs,
+    make_filler,
     make_row,
     split,
 )
@@ -183,7 +184,8 @@ def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
     name = type(model).__qualname__
     if own is not None and not isinstance(own, Collation):
         raise ConfigurationError(
-            f"collation={own!r:.100} of {name}: make one with Collation.stack() or Collation.pad()"
+            f"collation={own!r:.100} of {name}: make one with Collation.stack(), pad() or "
+            "concatenate()"
         )
     if own is not None and (sizes := getattr(model, "allowed_batch_sizes", None)):
         raise ConfigurationError(
@@ -284,15 +286,30 @@ class CollatedModel:
         count = len(rows)
         sizes = self.allowed_batch_sizes
         size = next((allowed for allowed in sizes if allowed >= count), count)
+        rows = [*rows, *rows[-1:] * (size - count)]
+        lengths: list[int] = []
+        if self._collation.lengths is not None:
+            if sum([row.length for row in rows]) == count:
+                # The length of an output would not tell its meaning.
+                rows.append(make_filler(rows))
+            lengths = [row.length for row in rows]
         leaves = [row.leaves for row in rows]
-        batch = join_leaves(rows[0], [*leaves, *leaves[-1:] * (size - count)], self._collation)
+        batch = join_leaves(rows[0], leaves, self._collation)
         if sizes or self._collation.padding is not None:
             own, computed = self.elements
-            own += sum(map(count_elements, leaves))
+            own += sum(map(count_elements, leaves[:count]))
             self.elements = (own, computed + count_elements(flatten(batch)[0]))
         outputs = self._model.infer(batch)
         try:
-            return split(outputs, size, self._collation, to_cpu=True, copy=self._copies)[:count]
+            found = split(
+                outputs,
+                len(rows),
+                self._collation,
+                lengths=lengths,
+                to_cpu=True,
+                copy=self._copies,
+            )
+            return found[:count]
         except OutputMismatchError as error:
             # A retry with fewer inputs cannot succeed.
             return [error] * count

@@ -211,7 +211,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "encoding": {"_arrays.kinds"},
     "_independence": {"_arrays.kinds", "_arrays.trees"},
     "ray": {"errors", "settings"},
-    "model": {"_arrays.collation", "errors", "settings", "types"},
+    "model": {"_arrays.collation", "_arrays.ragged", "errors", "settings", "types"},
     "sessions": {"model", "types"},
     "stepped": {"_arrays.joining", "errors", "model", "types"},
     "_arrays": {"errors", "settings"},

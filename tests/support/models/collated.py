@@ -169,3 +169,17 @@ class CompilesShapes(InferenceModel[Any, Any]):
             self._seen.add(inputs.shape)
             time.sleep(0.5)
         return inputs.sum(axis=1)
+
+
+class Ragged(InferenceModel[Any, Any]):
+    """Answers with the length of an input, the positions of its batch, and its values."""
+
+    collation = Collation.concatenate()
+
+    def infer(self, inputs: Any) -> Any:
+        values, offsets = inputs
+        lengths = np.diff(offsets)
+        return {"length": lengths, "total": np.full(len(lengths), len(values)), "values": values}
+
+    def warmup_inputs(self) -> list[Any]:
+        return [np.ones(3)]
