@@ -1,4 +1,4 @@
-"""Part `lengths`: texts of log-normal lengths, in order of arrival and packed by cost.
+"""Part `lengths`: texts of log-normal lengths, in order, packed by cost, and joined end to end.
 
 They are compared with a bare loop over full batches of sorted texts. No server can form these,
 because it does not know the later texts. A server can be faster where smaller batches with less
@@ -7,7 +7,7 @@ padding take less time.
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.models import LONGEST, EncoderModel, is_own, make_texts
 from benchmarks.gpu.part import SEED, Figures, Run
@@ -16,30 +16,47 @@ from fast_batcher import DynBatcher
 
 TABLE = "lengths"
 MODEL = "benchmarks.gpu.models:EncoderModel"
+RAGGED_MODEL = "benchmarks.gpu.models:RaggedEncoderModel"
+RAGGED = "ragged"
 # Model and options of the batchers that are compared. A further way to form or compute batches is a
 # further entry.
 BATCHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "FIFO": (MODEL, {}),
     "packed": (MODEL, {"cost": len}),
+    RAGGED: (RAGGED_MODEL, {"cost": len, "cost_is_padded": False}),
 }
 SORTED, IN_ORDER = "bare loop, sorted", "bare loop, in order"
 # Closed loops before the first repetition: a packer learns the times of about 200 batches.
 WARM_UPS = 2
 
 
+class Sizes(NamedTuple):
+    """Sizes of the encoder, and numbers of texts."""
+
+    hidden: int
+    layers: int
+    max_batch_size: int
+    texts: int
+
+
 def measure(run: Run) -> None:
     """Open all batchers, then let the systems take turns."""
-    asyncio.run(_measure(run))
+    compare(run, run.pick(Sizes(768, 6, 32, 2048), Sizes(64, 2, 8, 64)))
 
 
-async def _measure(run: Run) -> None:
-    size = run.pick(32, 8)
+def compare(run: Run, sizes: Sizes) -> None:
+    """Measure all systems with an encoder of these sizes."""
+    asyncio.run(_compare(run, sizes))
+
+
+async def _compare(run: Run, sizes: Sizes) -> None:
+    size = sizes.max_batch_size
     kwargs: dict[str, Any] = {
         "dtype": run.dtype,
-        "hidden": run.pick(768, 64),
-        "layers": run.pick(6, 2),
+        "hidden": sizes.hidden,
+        "layers": sizes.layers,
     }
-    lengths = draw_lengths("log-normal", run.pick(2048, 64), LONGEST, SEED)
+    lengths = draw_lengths("log-normal", sizes.texts, LONGEST, SEED)
     texts = make_texts([int(length) for length in lengths])
     callers = 8 * size
     shape = f"{kwargs['layers']} layers of {kwargs['hidden']}, {run.dtype}"

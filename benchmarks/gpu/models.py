@@ -5,6 +5,7 @@ Each answer carries a part of its input, so an answer of another request is seen
 
 import os
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.gpu.faults import KILLS
 from benchmarks.gpu.part import SEED
 from examples.image_classification.model import MEAN, STANDARD_DEVIATION
 from examples.image_classification.resnet import classify, load_network
-from fast_batcher import InferenceModel, stack
+from fast_batcher import Collation, InferenceModel, stack
 
 # Width of an attention head, as in BERT.
 HEAD = 64
@@ -28,6 +30,41 @@ VOCABULARY, PADDING = 8192, 0
 LONGEST = 512
 # First id, number of tokens, and a number that depends on all of them.
 TextAnswer = tuple[int, int, float]
+
+
+# Mixes the tokens of each text by queries, keys and values (..., length, heads, HEAD).
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attend_padded(mask: Tensor) -> Attention:
+    """Return the attention of texts (n, length); `mask` is (n, 1, 1, length)."""
+
+    def attend(*heads: Tensor) -> Tensor:
+        query, key, value = [one.transpose(1, 2) for one in heads]
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return mixed.transpose(1, 2)
+
+    return attend
+
+
+def attend_joined(offsets: Tensor) -> Attention:
+    """Return the attention of texts that are joined end to end."""
+    lengths = offsets.diff().tolist()
+    if offsets.is_cuda:
+        longest = max(lengths)
+        return lambda query, key, value: varlen_attn(  # type: ignore[return-value]
+            query, key, value, offsets, offsets, longest, longest
+        )
+
+    def attend(*heads: Tensor) -> Tensor:
+        mixed = []
+        for parts in zip(*[torch.split(one, lengths) for one in heads], strict=True):
+            query, key, value = [part.transpose(0, 1)[None] for part in parts]
+            one = functional.scaled_dot_product_attention(query, key, value)
+            mixed.append(one[0].transpose(0, 1))
+        return torch.cat(mixed)
+
+    return attend
 
 
 class Layer(nn.Module):
@@ -43,13 +80,11 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(n, length, hidden) to the same shape; `mask` is (n, 1, 1, length)."""
-        n, length, hidden = x.shape
-        heads = self.qkv(self.norm1(x)).view(n, length, 3, hidden // HEAD, HEAD)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, length, hidden))
+    def forward(self, x: Tensor, attend: Attention) -> Tensor:
+        """(..., length, hidden) to the same shape."""
+        *shape, hidden = x.shape
+        heads = self.qkv(self.norm1(x)).view(*shape, 3, hidden // HEAD, HEAD)
+        x = x + self.out(attend(*heads.unbind(-3)).reshape(x.shape))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
@@ -70,11 +105,23 @@ class Encoder(nn.Module):
         """Encode, and take the mean over the tokens that are no padding."""
         is_token = ids != PADDING
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        mask = is_token[:, None, None, :]
+        attend = attend_padded(is_token[:, None, None, :])
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, attend)
         counted = is_token[:, :, None]
         return (x * counted).sum(1) / counted.sum(1)  # type: ignore[no-any-return]
+
+    def encode_joined(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Encode texts that are joined end to end, without padding."""
+        lengths = offsets.diff()
+        text = torch.arange(len(lengths), device=ids.device).repeat_interleave(lengths)
+        positions = torch.arange(len(ids), device=ids.device) - offsets[text]
+        x = self.tokens(ids) + self.positions(positions)
+        attend = attend_joined(offsets)
+        for layer in self.layers:
+            x = layer(x, attend)
+        sums = x.new_zeros(len(lengths), x.shape[1]).index_add_(0, text, x)
+        return sums / lengths[:, None]  # type: ignore[no-any-return]
 
 
 def make_encoder(device: str, dtype: str, hidden: int, layers: int) -> Encoder:
@@ -103,6 +150,27 @@ class EncoderModel(InferenceModel[NDArray[np.int64], TextAnswer]):
         return [
             (int(value[0]), len(value), score) for value, score in zip(inputs, scores, strict=True)
         ]
+
+    def warmup_inputs(self) -> list[NDArray[np.int64]]:
+        """Return two texts, so that memory and kernels are there before the first request."""
+        return [np.ones(length, np.int64) for length in (16, LONGEST // 2)]
+
+
+class RaggedEncoderModel(InferenceModel[NDArray[np.int64], TextAnswer]):
+    """The encoder on texts that are joined end to end."""
+
+    collation = Collation.concatenate(outputs="rows")
+
+    def __init__(self, dtype: str, hidden: int, layers: int) -> None:
+        self._network = make_encoder(self.device, dtype, hidden, layers)
+
+    @torch.inference_mode()
+    def infer(self, inputs: Any) -> list[TextAnswer]:
+        """Move, compute; `tolist` waits for the device."""
+        ids, offsets = [torch.from_numpy(one).to(self.device) for one in inputs]
+        scores = self._network.encode_joined(ids, offsets)[:, 0].float().tolist()
+        firsts, lengths = inputs[0][inputs[1][:-1]].tolist(), np.diff(inputs[1]).tolist()
+        return list(zip(firsts, lengths, scores, strict=True))
 
     def warmup_inputs(self) -> list[NDArray[np.int64]]:
         """Return two texts, so that memory and kernels are there before the first request."""
