@@ -9,12 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedulers import make, poll_batches
 
-from fast_batcher._core.queue import AGED_BATCHES, PaddedPacker, RankedQueue, SummedPacker
+from fast_batcher._core.queue import (
+    AGED_BATCHES,
+    BatchPacker,
+    PaddedPacker,
+    RankedQueue,
+    SummedPacker,
+)
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Group, Request
 from fast_batcher.errors import QueueFullError
 
 COSTS = (1.0, 2.5, 9.0)
+GROUPS = (Group("a"), Group("b"))
 
 
 class Arrivals:
@@ -95,11 +102,23 @@ def test_share_that_returns_saves_no_turns() -> None:
         arrivals.add("A")
     for share in ("B", *"CDEFGHI"):
         arrivals.add(share)
-        assert sorted(arrivals.send(1) + arrivals.send(1)) == ["A", share]
+        assert arrivals.send(1) + arrivals.send(1) == f"A{share}"
     for _ in range(3):
         # Each costs as much as four of A.
         arrivals.add("B", 4.0)
-        assert sorted(arrivals.send(1) for _ in range(5)) == [*"AAAAB"]
+        assert "".join(arrivals.send(1) for _ in range(5)) == "AAAAB"
+
+
+def test_new_share_gains_nothing_from_one_that_waits_for_a_costly_turn() -> None:
+    arrivals = Arrivals()
+    arrivals.add("A", 10.0)
+    for _ in range(10):
+        arrivals.add("B")
+    assert "".join(arrivals.send(1) for _ in range(9)) == "B" * 9
+    # The next turn is that of A, whose account is still empty.
+    for _ in range(10):
+        arrivals.add("C")
+    assert arrivals.send(3) == "CAB"
 
 
 def test_priorities_come_before_shares() -> None:
@@ -158,14 +177,14 @@ def test_packers_begin_with_the_share_whose_turn_it_is(
 class Ledger:
     """A queue whose requests come, leave and are cancelled; notes who was served while waiting."""
 
-    def __init__(self) -> None:
-        self.arrivals = Arrivals()
+    def __init__(self, packer: BatchPacker | None = None) -> None:
+        self.arrivals = Arrivals(RankedQueue(packer))
         self.waiting: list[Request] = []
         # Of each pair of shares that wait, by how much the first was served more.
         self.leads: dict[tuple[str, str], float] = {}
 
-    def add(self, share: str, cost: float) -> None:
-        self.waiting.append(self.arrivals.add(share, cost))
+    def add(self, share: str, cost: float, group: Group | None = None) -> None:
+        self.waiting.append(self.arrivals.add(share, cost, group=group))
 
     def cancel(self, number: int) -> None:
         if self.waiting:
@@ -189,14 +208,13 @@ class Ledger:
         assert queue.cost == pytest.approx(sum(request.cost for request in self.waiting))
 
 
-STEPS = st.one_of(
-    st.tuples(st.just(Ledger.add), st.sampled_from("ABCD"), st.sampled_from(COSTS)),
-    st.tuples(st.just(Ledger.send), st.integers(1, 5)),
-    st.tuples(st.just(Ledger.cancel), st.integers(0, 50)),
-)
+ADD = st.tuples(st.just(Ledger.add), st.sampled_from("ABCD"), st.sampled_from(COSTS))
+ADD_IN_GROUP = st.builds(lambda step, group: (*step, group), ADD, st.sampled_from(GROUPS))
+SEND = st.tuples(st.just(Ledger.send), st.integers(1, 5))
+CANCEL = st.tuples(st.just(Ledger.cancel), st.integers(0, 50))
 
 
-@given(steps=st.lists(STEPS, max_size=120))
+@given(steps=st.lists(st.one_of(ADD, SEND, CANCEL), max_size=120))
 def test_waiting_shares_are_served_equally(steps: list[tuple[Any, ...]]) -> None:
     """While two shares wait, what they are served differs by at most twice the highest cost."""
     ledger = Ledger()
@@ -206,6 +224,30 @@ def test_waiting_shares_are_served_equally(steps: list[tuple[Any, ...]]) -> None
         assert all(abs(lead) <= 2 * max(COSTS) for lead in ledger.leads.values())
     assert ledger.waiting == []
     assert [*ledger.arrivals.queue] == []
+
+
+@pytest.mark.parametrize("packer", [None, SummedPacker(12.0), PaddedPacker(12.0)])
+@given(steps=st.lists(st.one_of(ADD_IN_GROUP, SEND, CANCEL), max_size=120))
+def test_every_request_leaves_once(
+    packer: BatchPacker | None, steps: list[tuple[Any, ...]]
+) -> None:
+    """Also requests that go before the turn of their share, as they fit into a batch."""
+    ledger = Ledger(packer)
+    for step, *arguments in [*steps, *[(Ledger.send, 5)] * len(steps)]:
+        step(ledger, *arguments)
+        ledger.end_step()
+    assert ledger.waiting == []
+
+
+def test_cancelled_requests_leave_nothing_behind() -> None:
+    arrivals = Arrivals()
+    for share in "ABC":
+        arrivals.add(share)
+    for _ in range(1000):
+        arrivals.queue.discard(arrivals.add("D"))
+    (section,) = arrivals.queue._levels.values()
+    assert len(section._turns) < 100
+    assert arrivals.send(4) == "ABC"
 
 
 # Room.
