@@ -311,11 +311,6 @@ class _Lane:
         # Requests enqueued so far.
         self.arrivals = 0
 
-    def add(self, request: Request) -> None:
-        self.requests[request.id] = request
-        request.lane_position = self.arrivals
-        self.arrivals += 1
-
     def oldest(self) -> Request:
         return next(iter(self.requests.values()))
 
@@ -350,20 +345,20 @@ class _Section:
         # date if its request has left, or its account was charged since: then it is too early.
         self._turns: list[_Turn] = []
 
-    def account_of(self, share: Share) -> _Account:
-        lane = self.lanes.get(share)
-        return _Account(self.balance) if lane is None else lane.account
-
-    def add(self, request: Request, account: _Account) -> None:
+    def add(self, request: Request, account: _Account | None = None) -> _Account:
+        """Add a request; return the account of its share, which is the given one or a new one."""
         lane = self.lanes.get(request.share)
+        is_new = lane is None
         if lane is None:
-            lane = self.lanes[request.share] = _Lane(account)
-            lane.add(request)
+            lane = self.lanes[request.share] = _Lane(account or _Account(self.balance))
+        lane.requests[request.id] = request
+        request.lane_position = lane.arrivals
+        lane.arrivals += 1
+        if is_new:
             self._note_turn(lane)
-        else:
-            lane.add(request)
         self.size += 1
         self.cost += request.cost
+        return lane.account
 
     def remove(self, request: Request) -> None:
         lane = self.lanes[request.share]
@@ -403,9 +398,7 @@ class _Section:
 
     def end_turns(self) -> None:
         """Open further accounts with the balance of the share whose turn it is."""
-        if self.lanes:
-            spent = self.lanes[self.first().share].account.spent
-            self.balance = max(self.balance, spent)
+        self.balance = max(self.balance, self.lanes[self.first().share].account.spent)
 
     def window(self, reach: float, first: Request) -> Iterator[Request]:
         """Iterate by turns over the requests that may join a batch, from `first` on."""
@@ -505,9 +498,7 @@ class RankedQueue:
     def extend(self, requests: list[Request]) -> None:
         """Append requests; their ids must rise, and be higher than every id before."""
         for request in requests:
-            level = self._levels[request.priority]
-            account = level.account_of(request.share)
-            level.add(request, account)
+            account = self._levels[request.priority].add(request)
             # The lanes of both sections set `lane_position`; the second one's counts.
             self._sections[request.priority, request.group].add(request, account)
             self.size += 1
@@ -585,15 +576,14 @@ class RankedQueue:
     def batch_left(self, requests: list[Request]) -> None:
         """Remove a batch that was given to a worker, and charge the shares that wait together."""
         self._batches += 1
-        charged = set()
+        is_shared = any(len(level.lanes) > 1 for level in self._levels.values())
         for request in requests:
-            level = self._levels[request.priority]
-            if len(level.lanes) > 1:
-                level.charge(request)
-                charged.add(level)
+            if is_shared:
+                self._levels[request.priority].charge(request)
             self.discard(request)
-        for level in charged:
-            level.end_turns()
+        if is_shared:
+            for level in self._levels.values():
+                level.end_turns()
 
     def discard(self, request: Request) -> None:
         """Forget a waiting request."""

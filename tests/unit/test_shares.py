@@ -129,6 +129,18 @@ def test_priorities_come_before_shares() -> None:
     assert arrivals.send(4) == "B"
 
 
+def test_new_share_gains_nothing_from_one_that_filled_batches_of_a_higher_priority() -> None:
+    arrivals = Arrivals()
+    for share in "AB":
+        arrivals.add(share, priority=1)
+    for _ in range(20):
+        arrivals.add("C")
+    assert arrivals.send(12) == "AB" + "C" * 10
+    for _ in range(10):
+        arrivals.add("D")
+    assert arrivals.send(4) == "CDCD"
+
+
 def test_a_batch_that_ignores_priorities_goes_by_turns() -> None:
     arrivals = Arrivals()
     for share in "AAAAB":
@@ -160,6 +172,15 @@ def test_groups_follow_the_share_whose_turn_it_is() -> None:
     arrivals.add("B", 0.1, group=x)
     assert arrivals.send(4) == "ABA"
     assert arrivals.send(4) == "B"
+
+
+def test_share_pays_for_requests_that_join_before_its_turn() -> None:
+    arrivals = Arrivals()
+    x, y, z = Group("x"), Group("y"), Group("z")
+    for share, group in (("B", y), ("A", x), ("A", y), ("C", z), *[("D", z), ("E", z)] * 2):
+        arrivals.add(share, group=group)
+    assert arrivals.send(2) == "BA"
+    assert "".join(arrivals.send(1) for _ in range(6)) == "CDEADE"
 
 
 @pytest.mark.parametrize("packer", [SummedPacker(6.0), PaddedPacker(6.0)])
