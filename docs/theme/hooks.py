@@ -4,6 +4,8 @@ The documents link to each other and to files of the repository by relative path
 checkout. Here a link to a file that is no page of the site becomes a link to `repo_url`.
 """
 
+import csv
+import itertools
 import posixpath
 import re
 from pathlib import Path
@@ -31,6 +33,8 @@ SOURCES = {page: name for name, page in OUTSIDE.items()}
 LINK = re.compile(r"(?ms)^```.*?^```|`[^`\n]+`|(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 # A paragraph that is a link to a manifest, and nothing else.
 MANIFEST = re.compile(r"^\[[^\]]+\]\(\.\./(deploy/[^)]+\.(\w+))\)$", re.MULTILINE)
+# A paragraph that is a link to a table of values, and nothing else.
+VALUES = re.compile(r"^\[[^\]]+\]\((\w+\.csv)\)$", re.MULTILINE)
 # Drawings whose colours follow the palette of the page, which a picture in an <img> cannot do.
 DRAWING = re.compile(r'<img alt="([^"]*)" src="[^"]*images/(drawn_\w+\.svg)" ?/?>')
 
@@ -59,7 +63,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]
         return link[1] + _find_target(link[2], here, files, config.repo_url or "") + link[3]
 
-    return LINK.sub(rewrite, MANIFEST.sub(_show_file, markdown))
+    shown = VALUES.sub(_show_rows, MANIFEST.sub(_show_file, markdown))
+    return LINK.sub(rewrite, shown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -83,6 +88,19 @@ def _find_target(link: str, here: str, files: Files, repository: str) -> str:
 def _show_file(link: re.Match[str]) -> str:
     language = {"yaml": "yaml", "service": "ini"}[link[2]]
     return f"{link[0]}\n\n```{language}\n{(ROOT / link[1]).read_text().rstrip()}\n```"
+
+
+def _show_rows(link: re.Match[str]) -> str:
+    """Show a file of values as a table for each value of its first column."""
+    with (ROOT / "docs" / link[1]).open(newline="") as file:
+        (_, *titles), *rows = csv.reader(file)
+    parts = [link[0]]
+    for section, found in itertools.groupby(rows, key=lambda row: row[0]):
+        head = [titles, ["---"] * len(titles)]
+        lines = [*head, *[[cell.replace("*", "\\*") for cell in row[1:]] for row in found]]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        parts.append(f"### {section}\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def _inline(image: re.Match[str]) -> str:
