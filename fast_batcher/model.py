@@ -202,7 +202,11 @@ _STEPPED_METHODS = (
     ("join", "the list of inputs", "a list with one state per input"),
     ("step", "the list of states", "a list with one chunk per state"),
 )
-_SESSION_METHODS = (("infer", "the list of inputs and the list of states", _BATCH[1]),)
+_SESSION_METHODS = (
+    ("infer", "the list of inputs and the list of states", _BATCH[1]),
+    ("begin", "which makes a state", "a state"),
+    ("leave", "the list of states", "nothing"),
+)
 # Attributes that a model with states cannot have.
 _NOT_STATEFUL = ("collation", "allowed_batch_sizes", "prepare", "finish")
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -450,12 +454,12 @@ def _find_method_fault(model: type, name: str, taken: str, returned: str) -> str
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C: the first batch shows whether it fits
         return None
-    count = 1 + (name == "infer" and is_session_model(model))
+    count = {"infer": 2, "begin": 0}.get(name, 1) if is_session_model(model) else 1
     is_static = isinstance(inspect.getattr_static(model, name), staticmethod | classmethod)
     try:
         signature.bind(*([] if is_static else [None]), *[()] * count)
     except TypeError:
-        number = "one argument" if count == 1 else "two arguments"
+        number = ("no argument", "one argument", "two arguments")[count]
         return f"{name}{signature} must take exactly {number} besides self, {taken}"
     return None
 

@@ -25,10 +25,6 @@ class QueueSummary(NamedTuple):
 class LearnedTimes(Protocol):
     """Seconds of batches, as the batcher has measured them."""
 
-    @property
-    def is_known(self) -> bool:
-        """Whether a batch was measured; otherwise the times below have no meaning."""
-
     def median(self, size: float, /) -> float:
         """Return the median time of batches of this size."""
 
@@ -47,6 +43,7 @@ class BatchPolicy(Protocol):
     def hold(self, queue: QueueSummary, times: LearnedTimes, /) -> float:
         """Return the seconds for which a batch that is not full is held for more requests.
 
-        Called when a worker is free, and again after each arrival and each answer. 0 or less sends
-        the batch. If it raises, the batch is sent, and the error is logged.
+        Called when a worker is free, and again after each arrival and each answer; a hold that is
+        over sends the batch. Also 0 or less sends it. Not called before a batch was measured. If it
+        raises, the batch is sent, and the error is logged.
         """

@@ -35,7 +35,7 @@ class SessionModel(Model[InputT, OutputT], Generic[InputT, OutputT, StateT]):
     def begin(self) -> StateT:
         """Make the state of a new session: any object, for example a dict or a cache on the GPU.
 
-        If it raises, the first call of the session fails, and the session has ended.
+        If it raises, the first call of the session fails, and the next call begins it again.
         """
 
     @abstractmethod

@@ -178,7 +178,7 @@ def _check_switch(name: str, value: object) -> None:
 
 
 def _check_policy(name: str, value: object) -> None:
-    is_rule = isinstance(value, BatchPolicy) and not isinstance(value, type)
+    is_rule = callable(getattr(value, "hold", None)) and not isinstance(value, type)
     if not is_rule and value not in get_args(PolicyName):
         raise ConfigurationError(
             f"{name}={value!r:.100}: choose one of 'adaptive', 'greedy', 'fixed', or give an "

@@ -398,7 +398,7 @@ class _KitParts(Parts):
         self._kit = kit
 
     def make_policy(
-        self, settings: Settings, report: Callable[[Exception], None], *, is_stepped: bool
+        self, settings: Settings, report: Callable[[BaseException], None], *, is_stepped: bool
     ) -> Policy:
         """Make a policy that holds batches for a test."""
         return _HoldingPolicy(

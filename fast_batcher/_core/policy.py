@@ -381,6 +381,11 @@ def _best_moment(
     return best_moment
 
 
+# Batches' worth of time before a deadline at which a batch leaves: one in twenty takes longer than
+# the quantile, and the timer and the way to the worker take time, too.
+SAFETY = 2
+
+
 class OwnPolicy(Policy):
     """Asks a rule of the user's; `max_delay` and the earliest deadline limit its holds.
 
@@ -392,17 +397,26 @@ class OwnPolicy(Policy):
 
     # It learns nothing itself: the service model observes the batches while a policy learns.
     learns = True
+    has_one_queue = True
 
     def __init__(
-        self, rule: BatchPolicy, max_delay: float, report: Callable[[Exception], None]
+        self, rule: BatchPolicy, max_delay: float, report: Callable[[BaseException], None]
     ) -> None:
         self._rule = rule
         self._max_delay = max_delay
         self._report = report
-        self._is_holding = False
+        # The end of the present hold, None without one.
+        self._held_until: float | None = None
 
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
-        """Hold the batch as long as the rule says, but not beyond the limits."""
+        """Hold the batch as long as the rule says, but not beyond the limits.
+
+        Before a batch was measured none is held: the limit before a deadline would be unknown.
+        """
+        if not load.service.is_known:
+            return Release.IDLE
+        if self._held_until is not None and now >= self._held_until:
+            return Release.HOLD
         oldest = queue.oldest()
         assert oldest is not None, "the scheduler asks only while requests wait"
         until_target = target_of(oldest) - now
@@ -411,30 +425,29 @@ class OwnPolicy(Policy):
         summary = QueueSummary(*sizes, waited, until_target, load.running, load.workers)
         try:
             seconds = float(self._rule.hold(summary, load.service))
-        except Exception as error:  # noqa: BLE001  the user's function
+        except BaseException as error:  # noqa: BLE001  the user's function
             self._report(error)
             seconds = 0.0
         if not seconds > 0:  # also for NaN
-            return Release.HOLD if self._is_holding else Release.IDLE
+            return Release.IDLE if self._held_until is None else Release.HOLD
         until = min(now + seconds, oldest.arrival + self._max_delay)
         if until <= now:
             return Release.WINDOW
-        high = load.service.high(load.waiting) if load.service.is_known else 0.0
-        latest = queue.earliest_deadline() - high
+        latest = queue.earliest_deadline() - SAFETY * load.service.high(load.waiting)
         if latest <= now:
             return Release.DEADLINE
-        self._is_holding = True
-        return min(until, latest)
+        self._held_until = min(until, latest)
+        return self._held_until
 
     def end_hold(self) -> None:
-        """Forget that a batch was held."""
-        self._is_holding = False
+        """Forget the hold: its batch has left, is empty, or no worker is free any more."""
+        self._held_until = None
 
 
 def make_policy(
     name: str | BatchPolicy,
     max_delay: float | None,
-    report: Callable[[Exception], None] | None = None,
+    report: Callable[[BaseException], None] | None = None,
 ) -> Policy:
     """Make the policy of this name, or for a rule of the user's, whose errors are reported."""
     if not isinstance(name, str):
@@ -446,5 +459,5 @@ def make_policy(
     return AdaptivePolicy(max_delay)
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise(error: BaseException) -> NoReturn:
     raise error

@@ -647,13 +647,10 @@ class Scheduler:
         are_named = any(map(_has_explicit_deadline, requests))
         if are_named:
             self.rank_requests()
-        lost: list[tuple[Request, Rejection]] = []
-        if self._sessions is not None:
-            is_draining = self._admission.is_draining
-            requests, lost = self._sessions.admit(now, requests, is_draining=is_draining)
-            self._next_expiry = min(self._next_expiry, self._sessions.next_end)
-        accepted, rejected = self._admission.admit(now, requests, self.queue)
-        rejected += lost
+        if self._sessions is None:
+            accepted, rejected = self._admission.admit(now, requests, self.queue)
+        else:
+            accepted, rejected = self._admit_sessions(now, requests, self._sessions)
         if not accepted:
             return rejected
         if self._policy.learns:
@@ -670,6 +667,15 @@ class Scheduler:
         earliest = min(map(_deadline, accepted)) if are_named else deadline
         self._next_expiry = min(self._next_expiry, earliest)
         return rejected
+
+    def _admit_sessions(
+        self, now: float, requests: list[Request], sessions: SessionQueue
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
+        """Sort arrivals, some of which belong to sessions, into accepted and rejected ones."""
+        placed, lost = sessions.admit(now, requests, is_draining=self._admission.is_draining)
+        accepted, rejected = self._admission.admit(now, placed, sessions)
+        sessions.reject([request for request, _ in rejected])
+        return accepted, rejected + lost
 
     def cancel(self, request: Request) -> bool:
         """Cancel a request whose caller has gone; its output is dropped.
@@ -916,6 +922,8 @@ class Scheduler:
             if self._sessions is not None:
                 actions += self._sessions.take_ended()
             held_until = self._dispatch(now, actions)
+            if self._sessions is not None:  # some may have been placed
+                self._next_expiry = min(self._next_expiry, self._sessions.next_end)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
             actions.append(Fail(error, self.give_up()))
         wake_at = held_until if held_until < self.next_expiry else self.next_expiry
@@ -933,7 +941,6 @@ class Scheduler:
         self._next_expiry = min([self.queue.earliest_deadline(), *map(_deadline, self._retries)])
         if self._sessions is not None:
             self._sessions.expire(now)
-            self._next_expiry = min(self._next_expiry, self._sessions.next_end)
 
     def _dispatch(self, now: float, actions: list[Action]) -> float:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""

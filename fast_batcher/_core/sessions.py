@@ -185,6 +185,16 @@ class SessionQueue:
             retry_after = sum(self._lengths) / len(self._lengths) / max(1, self.count)
         return Rejection(QueueFullError, text, retry_after)
 
+    def reject(self, requests: list[Request]) -> None:
+        """Take the places of new sessions back whose first requests were rejected after all."""
+        for request in requests:
+            session = request.session
+            if session is None or session.worker is None or session.has_state:
+                continue
+            if not self._is_busy(session):  # with a call that its caller has left
+                self._leave(session.worker, session.id)
+                session.worker = None
+
     def place_waiting(self, now: float) -> None:
         """Give sessions places that have waited for a worker, the oldest first."""
         for request in sorted(self._queues.get(None, ()), key=lambda request: request.id):
@@ -230,9 +240,13 @@ class SessionQueue:
             self.discard(request)
         if session.worker is not None:
             self._lengths.append(now - session.began_at)
-            self._ended.append(EndSession(session.worker, session.id))
-            del self._live[session.worker][session.id]
+            self._leave(session.worker, session.id)
         return settle_open(waiting)
+
+    def _leave(self, worker: int, session_id: int) -> None:
+        """Free a place; its worker may have a state."""
+        self._ended.append(EndSession(worker, session_id))
+        del self._live[worker][session_id]
 
     def _queues_with(self, session: SessionPlace) -> list[Request]:
         return [*self._queues.get(session.worker, ())]

@@ -217,7 +217,16 @@ class Group:
 class SessionPlace:
     """The session of a caller, and its place in the worker that holds its state."""
 
-    __slots__ = ("began_at", "end", "ends_at", "has_state", "id", "timeout", "worker")
+    __slots__ = (
+        "__weakref__",
+        "began_at",
+        "end",
+        "ends_at",
+        "has_state",
+        "id",
+        "timeout",
+        "worker",
+    )
 
     def __init__(self, timeout: float) -> None:
         # Seconds without a request after which it ends.

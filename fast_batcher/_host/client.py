@@ -21,6 +21,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.prediction import Method
@@ -237,8 +238,9 @@ class RemoteSession(Session):
         # Calls of `reload` without an outcome, by number; without a host they wait for the next.
         self._reloads: dict[int, tuple[messages.ReloadCall, asyncio.Future[None]]] = {}
         self._reload_numbers = itertools.count()
-        # Live sessions of callers by their ids.
-        self._caller_sessions: dict[int, SessionPlace] = {}
+        # Live sessions of callers by their ids. One that its caller has dropped ends in the host,
+        # by its timeout.
+        self._caller_sessions: WeakValueDictionary[int, SessionPlace] = WeakValueDictionary()
         self._session_ids = itertools.count()
         # Whether a host was open.
         self._was_open = False
@@ -313,14 +315,15 @@ class RemoteSession(Session):
         if not self._link.is_connected:
             return
         self._observe()
+        # First, so that a session whose caller has gone on has one request at a time.
+        if self._abandoned:
+            abandoned, self._abandoned = self._abandoned, []
+            self._link.tell(messages.Abandon(abandoned))
         if self._arrivals:
             arrivals = [*self._arrivals.values()]
             self._arrivals.clear()
             for begin in range(0, len(arrivals), MOST_IN_FRAME):
                 self._send(arrivals[begin : begin + MOST_IN_FRAME])
-        if self._abandoned:
-            abandoned, self._abandoned = self._abandoned, []
-            self._link.tell(messages.Abandon(abandoned))
         if reads := self._streams.take_reads():
             self._link.tell(messages.StreamsRead(reads))
 
@@ -354,7 +357,7 @@ class RemoteSession(Session):
         for request in requests:
             request.phase = SENT
             if request.session is not None:
-                request.session.has_state = True  # as far as is known
+                request.session.worker = 0  # any number: the host chooses
         self._sent += len(requests)
         self._room -= len(requests)
         ids = [request.id for request in requests]
@@ -414,8 +417,9 @@ class RemoteSession(Session):
                 continue
             outcome = packed if read is None else read(packed)
             try:
+                if request.session is not None:
+                    self._note_outcome(request.session, outcome)
                 if outcome.__class__ is Failure:
-                    self._note_failure(request, outcome.error)
                     set_exception(request, outcome.error)
                 else:
                     request.caller.set_result(outcome)
@@ -424,10 +428,17 @@ class RemoteSession(Session):
         if self._drained is not None:
             self._notice_drained()
 
-    def _note_failure(self, request: Request, error: BatcherError) -> None:
-        """Forget the session of a request, if the host has none."""
-        if request.session is not None and isinstance(error, SessionLostError | QueueFullError):
-            self._caller_sessions.pop(request.session.id, None)
+    def _note_outcome(self, session: SessionPlace, outcome: Any) -> None:
+        """Note whether the host has the session of a request."""
+        error = outcome.error if outcome.__class__ is Failure else None
+        if isinstance(error, SessionLostError):
+            self._caller_sessions.pop(session.id, None)
+            session.end = str(error).removeprefix("the session has ended: ")
+        elif not isinstance(error, QueueFullError):
+            session.has_state = True
+        elif not session.has_state:
+            self._caller_sessions.pop(session.id, None)
+            session.worker = None
 
     def _take_chunks(
         self,
@@ -519,7 +530,7 @@ class RemoteSession(Session):
         if session.end is None:
             session.end = "its caller has ended it"
             self._fail_lost()
-            if session.has_state:
+            if session.worker is not None:
                 self._link.tell(messages.EndSessions([session.id]))
             self._notice_drained()
 
@@ -698,7 +709,7 @@ class RemoteSession(Session):
     def _lose_sessions(self) -> None:
         """End the sessions that the dead host had, and fail their requests that were not sent."""
         for session in [*self._caller_sessions.values()]:
-            if session.has_state:
+            if session.worker is not None:
                 session.end = "the host process died"
                 del self._caller_sessions[session.id]
         self._fail_lost()

@@ -148,7 +148,7 @@ class Reports:
         self._settings = settings
         self._policy_errors = LateErrors()
 
-    def log_policy_error(self, error: Exception) -> None:
+    def log_policy_error(self, error: BaseException) -> None:
         """Log that the user's policy has raised, once a minute."""
         is_logged, omitted = self._policy_errors.add(monotonic())
         if is_logged:

@@ -273,7 +273,7 @@ class Parts:
     """Makes the parts of a session that differ in an app, in a host and in tests."""
 
     def make_policy(
-        self, settings: Settings, report: Callable[[Exception], None], *, is_stepped: bool
+        self, settings: Settings, report: Callable[[BaseException], None], *, is_stepped: bool
     ) -> Policy:
         """Make the policy that decides when a batch leaves; a rule may `report` its errors."""
         if is_stepped:  # there is nothing to wait for
@@ -477,8 +477,7 @@ class LocalSession(Session):
         elif isinstance(action, Skip):
             self.pool.workers[action.batch.worker].skip(action.batch.id)
         elif isinstance(action, EndSession):
-            self.pool.workers[action.worker].order(Order.LEAVE, action.session_id)
-            self._notice_drained()
+            self._release_state(action)
         elif isinstance(action, Replace):
             self.pool.replace(action.worker)
             self._reports.log_infer_timeout(self.scheduler.workers.slots[action.worker].index)
@@ -486,6 +485,12 @@ class LocalSession(Session):
             to_error = self._ledger.internal_error(action.error)
             for request in action.requests:
                 self._ledger.fail(request, to_error(), "internal error")
+
+    def _release_state(self, action: EndSession) -> None:
+        worker = self.pool.workers.get(action.worker)
+        if worker is not None:  # it may have died meanwhile
+            worker.order(Order.LEAVE, action.session_id)
+        self._notice_drained()
 
     def _give_up(self, action: object, error: Exception) -> None:
         """Fail the requests of an action that has raised."""

@@ -113,6 +113,7 @@ class BatchSession(Generic[InputT, OutputT]):
         """
         opening, self._is_over = self._opening, True
         if opening is not None and self._is_present(opening):
+            opening.binding.require_own_thread("aclose() of a session")
             opening.end_session(self._place)
 
     async def __aenter__(self) -> Self:

@@ -561,7 +561,7 @@ class BatchLoop:
                 return None
             infer = self._models["infer"]
             if isinstance(infer, SessionInfer):
-                infer.states.release([session_id])
+                infer.release([session_id])
 
     def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch that has not failed."""

@@ -187,7 +187,8 @@ def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
             f"collation={own!r:.100} of {name}: make one with Collation.stack(), pad() or "
             "concatenate()"
         )
-    if own is not None and (sizes := getattr(model, "allowed_batch_sizes", None)):
+    sizes = getattr(model, "allowed_batch_sizes", None)
+    if own is not None and sizes is not None:
         raise ConfigurationError(
             f"allowed_batch_sizes={sizes!r:.100} of {name}: it has a collation, which takes them "
             "as an argument: Collation.stack(allowed_batch_sizes=...)"
@@ -207,7 +208,8 @@ MOST_SHAPES: Final = 64
 def list_allowed_sizes(models: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the allowed batch sizes of the methods that have some."""
     sizes = {name: getattr(model, "allowed_batch_sizes", None) for name, model in models.items()}
-    return {name: check_sizes(allowed) for name, allowed in sizes.items() if allowed}
+    found = {name: check_sizes(allowed) for name, allowed in sizes.items() if allowed is not None}
+    return {name: allowed for name, allowed in found.items() if allowed}
 
 
 class CollatedModel:

@@ -43,6 +43,8 @@ class SessionInfer:
         self._model = model
         self.states = LiveStates(model)
         self.warmup_inputs = model.warmup_inputs
+        # Sessions for which `begin` has raised: their next calls try again.
+        self._without: set[int] = set()
 
     def infer(self, inputs: list[Any]) -> Any:
         """Compute inputs that each have a state for this call alone."""
@@ -75,7 +77,7 @@ class SessionInfer:
                 for position, output in zip(states, outputs, strict=True):
                     outcomes[position] = output
         except BaseException:
-            self.states.release([session[0] for session in sessions if session is not None])
+            self.release([session[0] for session in sessions if session is not None])
             raise
         finally:
             self.states.leave(alone)
@@ -87,7 +89,14 @@ class SessionInfer:
             return self._model.begin()
         session_id, has_state = session
         if session_id not in self.states:
-            if has_state:
+            if has_state and session_id not in self._without:
                 raise SessionLostError("the worker has no state of this session")
+            self._without.add(session_id)
             self.states[session_id] = self._model.begin()
+            self._without.discard(session_id)
         return self.states[session_id]
+
+    def release(self, session_ids: Sequence[int]) -> None:
+        """Release the states of sessions that have ended."""
+        self._without.difference_update(session_ids)
+        self.states.release(session_ids)

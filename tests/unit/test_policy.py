@@ -12,6 +12,8 @@ from fast_batcher.policy import LearnedTimes, QueueSummary
 
 ARRIVAL = 10.0
 LOAD = Load(waiting=1, running=0, workers=1, max_batch_size=4, service=ServiceModel())
+MEASURED = LOAD._replace(service=ServiceModel())
+MEASURED.service.observe(1, 0.1)
 
 
 def queue_of(*deadlines: float) -> RankedQueue:
@@ -65,7 +67,7 @@ class Rule:
     def hold(self, queue: QueueSummary, times: LearnedTimes) -> float:
         self.asked.append(queue)
         if self.seconds < 0:
-            raise ValueError("no rule")
+            raise GeneratorExit
         return self.seconds
 
 
@@ -75,8 +77,8 @@ class Rule:
         (2.0, None, 1.0, [inf], ARRIVAL + 3.0),
         (2.0, 2.5, 1.0, [inf], ARRIVAL + 2.5),
         (2.0, 1.0, 1.0, [inf], Release.WINDOW),
-        (2.0, None, 1.0, [ARRIVAL + 2.0], ARRIVAL + 2.0),
-        (2.0, None, 1.0, [inf, ARRIVAL + 1.0], Release.DEADLINE),
+        (2.0, None, 1.0, [ARRIVAL + 2.0], ARRIVAL + 1.8),
+        (2.0, None, 1.0, [inf, ARRIVAL + 1.2], Release.DEADLINE),
         (inf, None, 1.0, [inf], inf),
         (0.0, None, 1.0, [inf], Release.IDLE),
         (nan, None, 1.0, [inf], Release.IDLE),
@@ -90,21 +92,24 @@ def test_a_rule_of_the_user_decides_within_the_limits(
     deadlines: list[float],
     decision: Release | float,
 ) -> None:
-    rule, errors = Rule(seconds), list[Exception]()
+    rule, errors = Rule(seconds), list[BaseException]()
     policy = make_policy(rule, max_delay, errors.append)
-    assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), LOAD) == decision
+    assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), MEASURED) == decision
     assert rule.asked == [QueueSummary(1, 4, waited, inf, 0, 1)]
     assert len(errors) == (seconds < 0)
 
 
-def test_a_rule_whose_batch_was_held() -> None:
+def test_a_hold_of_a_rule_ends_even_if_the_rule_would_renew_it() -> None:
     rule = Rule(2.0)
     policy = make_policy(rule, None)
-    assert policy.decide(ARRIVAL, queue_of(inf), LOAD) == ARRIVAL + 2.0
-    rule.seconds = 0.0
-    assert policy.decide(ARRIVAL + 2.0, queue_of(inf), LOAD) is Release.HOLD
+    assert policy.decide(ARRIVAL, queue_of(inf), LOAD) is Release.IDLE  # nothing was measured
+    assert policy.decide(ARRIVAL, queue_of(inf), MEASURED) == ARRIVAL + 2.0
+    assert policy.decide(ARRIVAL + 1.0, queue_of(inf), MEASURED) == ARRIVAL + 3.0  # an arrival
+    assert policy.decide(ARRIVAL + 3.0, queue_of(inf), MEASURED) is Release.HOLD
     policy.end_hold()
-    assert policy.decide(ARRIVAL + 3.0, queue_of(inf), LOAD) is Release.IDLE
+    assert policy.decide(ARRIVAL + 3.0, queue_of(inf), MEASURED) == ARRIVAL + 5.0
+    rule.seconds = 0.0
+    assert policy.decide(ARRIVAL + 4.0, queue_of(inf), MEASURED) is Release.HOLD
 
 
 @pytest.mark.parametrize("policy", [GreedyPolicy(), FixedPolicy(5.0)])

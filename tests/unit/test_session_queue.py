@@ -109,6 +109,31 @@ def test_an_idle_session_ends_and_one_that_is_used_does_not() -> None:
     assert rejection.kind is SessionLostError
 
 
+def test_a_session_that_has_waited_for_its_worker_ends_by_its_timeout() -> None:
+    scheduler = make_sessions(0)
+    place = SessionPlace(10.0)
+    scheduler.submit(0.0, [call(place)])
+    scheduler.poll(0.0)
+    scheduler.worker_ready(5.0, 7)
+    (batch,) = batches_of(scheduler, 5.0)
+    scheduler.batch_done(6.0, 7, batch.id)
+    _, wake_at = scheduler.poll(6.0)
+    assert wake_at == 15.0  # it has had an answer since
+    assert scheduler.poll(15.0) == ([], 16.0)
+    assert scheduler.poll(16.0)[0] == [EndSession(7, place.id)]
+
+
+def test_a_new_session_whose_first_call_finds_the_queue_full_has_no_place() -> None:
+    scheduler = make_sessions(1, max_queue_size=1, max_batch_size=1)
+    (old,) = begin(scheduler)
+    places = [SessionPlace(inf) for _ in range(3)]
+    for place in (old, *places):
+        scheduler.submit(1.0, [call(place)])
+        scheduler.poll(1.0)
+    assert scheduler.session_count == 3  # one runs, one waits behind it, one in the queue
+    assert [place.worker for place in places] == [0, 0, None]
+
+
 @pytest.mark.parametrize("how", ["lost", "retired"])
 def test_with_their_worker_sessions_end_and_nothing_is_retried(how: str) -> None:
     scheduler = make_sessions(1, max_batch_size=2)

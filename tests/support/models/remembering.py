@@ -42,6 +42,8 @@ class Diary(SessionModel[Line, tuple[str, int, int], list[Line]]):
         found = {line.what for line in inputs}
         if "kill" in found:
             os.kill(os.getpid(), signal.SIGKILL)
+        if len({*map(id, states)}) < len(states):
+            raise Mixed("a session is twice in a batch")
         for line, state in zip(inputs, states, strict=True):
             if state and (state[-1].name != line.name or state[-1].number >= line.number):
                 raise Mixed(f"{line} after {state[-1]}")
