@@ -152,7 +152,7 @@ FINGERPRINT_DIGITS = 16
 FACET_DIGITS = 8
 
 # Environment variables that supervisors, shells and terminals set for each process, and no model
-# reads. Every other variable is a facet. Listed in docs/server_processes.md.
+# reads. Every other variable is a facet.
 PER_PROCESS_VARIABLES = frozenset(
     {
         # Shells and terminals.

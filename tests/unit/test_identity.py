@@ -16,12 +16,11 @@ import numpy
 import pydantic
 import pytest
 import torch
-from paths import PYTHONPATH, ROOT
+from paths import PYTHONPATH
 from programs import run_command
 
 from fast_batcher._file_state import MOST_FILES, read_state
 from fast_batcher._host.identity import (
-    PER_PROCESS_VARIABLES,
     digest,
     list_differences,
     make_key,
@@ -177,12 +176,6 @@ def test_variables_of_supervisors_do_not_change_a_key(
     before = make_key(True, {}, None, "Model")
     monkeypatch.setenv(name, "of this process alone")
     assert make_key(True, {}, None, "Model") == before
-
-
-def test_documentation_lists_the_variables_of_supervisors() -> None:
-    text = (ROOT / "docs" / "server_processes.md").read_text()
-    listed = text.partition("set for each process:")[2].partition("\n\n")[0]
-    assert {*re.findall(r"`(\w+)`", listed)} == PER_PROCESS_VARIABLES
 
 
 # --- the batcher and the model --------------------------------------------------------------------
