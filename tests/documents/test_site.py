@@ -16,6 +16,7 @@ from programs import run_command
 
 import fast_batcher
 from benchmarks.batch_pictures import draw_all
+from benchmarks.limit_picture import PICTURE, draw_limits
 
 pytest.importorskip("mkdocs")
 
@@ -137,3 +138,8 @@ def test_drawings_match_the_scheduler() -> None:
     """If it fails: look at what `python -m benchmarks.batch_pictures` draws now."""
     for name, drawing in draw_all().items():
         assert (ROOT / "docs" / "images" / name).read_text() == drawing, name
+
+
+def test_drawing_of_time_limits_is_current() -> None:
+    """If it fails: run `python -m benchmarks.limit_picture`."""
+    assert PICTURE.read_text() == draw_limits()
