@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from programs import run_command
 
 import fast_batcher
 from benchmarks.batch_pictures import draw_all
+from benchmarks.limit_picture import PICTURE, draw_limits
 
 pytest.importorskip("mkdocs")
 
@@ -124,6 +126,27 @@ def test_the_site_shows_every_public_class(site: Site) -> None:
     assert {name.rpartition(".")[2] for name in shown} == kinds
 
 
+@pytest.mark.slow
+def test_meaning_of_each_setting_is_visible_on_a_phone(site: Site) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright's package is needed")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("Chromium is needed: apt-get install chromium")
+    options = ["--no-sandbox"] if os.getuid() == 0 else []  # root may start no sandbox
+    with (
+        sync_api.sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=chromium, args=options) as browser,
+    ):
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.goto((site.folder / "settings" / "index.html").as_uri())
+        page.locator(".md-typeset__scrollwrap").first.wait_for()  # the theme has wrapped the tables
+        edges = page.evaluate(
+            "[...document.querySelectorAll('td:nth-child(4)')]"
+            ".map(cell => cell.getBoundingClientRect()).map(box => [box.left, box.right])"
+        )
+    assert len(edges) > 40
+    assert all(0 <= left < right <= 390 for left, right in edges)
+
+
 def test_the_index_lists_every_decision() -> None:
     index = (ROOT / "docs" / "decisions" / "README.md").read_text()
     listed = re.findall(r"^(\d+)\. \[(.*)\]\((.*)\)$", index, re.MULTILINE)
@@ -137,3 +160,8 @@ def test_drawings_match_the_scheduler() -> None:
     """If it fails: look at what `python -m benchmarks.batch_pictures` draws now."""
     for name, drawing in draw_all().items():
         assert (ROOT / "docs" / "images" / name).read_text() == drawing, name
+
+
+def test_drawing_of_time_limits_is_current() -> None:
+    """If it fails: run `python -m benchmarks.limit_picture`."""
+    assert PICTURE.read_text() == draw_limits()
