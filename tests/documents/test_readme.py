@@ -66,7 +66,13 @@ SAVED = {
     for program in PROGRAMS
     if (name := re.match(r'"""Save as `([^`]+)`', program)) is not None
 }
-APPS = re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS))
+# `test_guides.py` serves those of the other two with weights from the disk.
+WITH_WEIGHTS = {"plain:app", "service:app"}
+APPS = [
+    app
+    for app in re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS))
+    if app not in WITH_WEIGHTS
+]
 
 
 @pytest.fixture(scope="module")
