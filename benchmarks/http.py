@@ -116,6 +116,7 @@ BARE, FASTAPI, IN_A_THREAD = "bare ASGI", "FastAPI", "FastAPI, a thread"
 FUTURE, FUTURE_TUNED = "FastAPI, a future", "FastAPI, a future, tuned"
 UNTUNED, OURS, IN_PROCESS = "ours untuned", "ours", "ours without HTTP"
 BY_JSON = "ours by JsonEndpoint"
+FASTAPI_QUIET, JSON_QUIET = "FastAPI, telemetry off", "ours by JsonEndpoint, telemetry off"
 FAST_DYNAMIC_BATCHER, BATCHED = "fast_dynamic_batcher", "batched.aio"
 LITSERVE, BENTOML, RAY = "LitServe", "BentoML", "Ray Serve"
 OURS_SHARED, LITSERVE_4 = "ours, 4 processes", "LitServe, 4 API processes"
@@ -123,6 +124,7 @@ MOSEC, MOSEC_SHORT = "Mosec", "Mosec, short queue"
 SYSTEMS = {
     BARE: System("load.floor"),
     FASTAPI: System("http_servers.fastapi_alone"),
+    FASTAPI_QUIET: System("http_servers.fastapi_alone", "quiet"),
     FUTURE: System("http_servers.fastapi_alone", "future"),
     FUTURE_TUNED: System("http_servers.fastapi_alone", "tuned"),
     IN_A_THREAD: System("http_servers.fastapi_alone", "thread"),
@@ -130,6 +132,7 @@ SYSTEMS = {
     UNTUNED: System("http_servers.ours", "untuned"),
     OURS: System("http_servers.ours"),
     BY_JSON: System("http_servers.ours", "json"),
+    JSON_QUIET: System("http_servers.ours", "json, quiet"),
     FAST_DYNAMIC_BATCHER: System("http_servers.fast_dynamic_batcher", "", "fast_dynamic_batcher"),
     BATCHED: System("http_servers.batched_aio", "", "batched"),
     LITSERVE: System("http_servers.litserve", "", "litserve", _PLAIN),
@@ -144,7 +147,7 @@ SYSTEMS = {
 }
 # The README's systems and loads: one run of about a quarter of an hour.
 PUBLISHED = (
-    *(BARE, FASTAPI, OURS, BY_JSON, FAST_DYNAMIC_BATCHER),
+    *(BARE, FASTAPI, FASTAPI_QUIET, OURS, BY_JSON, JSON_QUIET, FAST_DYNAMIC_BATCHER),
     *(BATCHED, LITSERVE, BENTOML, MOSEC, RAY),
 )
 PUBLISHED_LOADS = (
@@ -157,7 +160,7 @@ PUBLISHED_LOADS = (
 PUBLISHED_REPETITIONS = 3
 SHARED = {OURS_SHARED, LITSERVE_4}
 ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS, MOSEC_SHORT} - SHARED
-BATCHERS = ECHOES - {BARE, FASTAPI, FUTURE, FUTURE_TUNED}
+BATCHERS = ECHOES - {BARE, FASTAPI, FASTAPI_QUIET, FUTURE, FUTURE_TUNED}
 IN_STAGES = {OURS, MOSEC}
 READERS = {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC}
 RESTARTED = {OURS, LITSERVE, BENTOML, MOSEC}
@@ -221,6 +224,7 @@ _FEW, _LARGE, _KILL = "echo, 32 connections", "bodies, 16 connections", "kill, 1
 BARS: tuple[tuple[str, str, str | Compared, dict[str, float]], ...] = (
     (_FEW, BY_JSON, Compared(CPU, OURS), {"at_most": 0.6}),
     (_FEW, BY_JSON, Compared(CPU, FASTAPI), {"at_most": 1.0}),
+    (_FEW, JSON_QUIET, Compared(CPU, BARE), {"at_most": 2.0}),
     (_FEW, OURS, Compared(CPU, FUTURE_TUNED), {"at_most": 1.15}),
     (_FEW, OURS, Compared(P99, UNTUNED), {"at_most": 0.35}),
     ("echo, 64 connections", OURS_SHARED, Compared(CPU, LITSERVE_4), {"at_most": 0.5}),

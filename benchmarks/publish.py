@@ -20,15 +20,20 @@ README = ROOT / "README.md"
 _START, _ECHO, _CLOSED, _OPEN, _LARGE = http.PUBLISHED_LOADS
 COLUMNS = (
     ("echo at 32 connections: CPU us", _ECHO, http.CPU),
+    ("requests/s", _ECHO, http.RATE),
     ("p99 ms", _ECHO, http.P99),
     ("5 ms model, 128 connections: % of its capacity", _CLOSED, http.OF_CAPACITY),
-    ("the same at 70 % load: p50 ms", _OPEN, http.P50),
+    ("the same at 70 % of the ideal capacity: p50 ms", _OPEN, http.P50),
     ("p99 ms", _OPEN, http.P99),
     ("602 KB at 16 connections: CPU us", _LARGE, http.CPU),
     ("memory MB", _START, "memory_mb"),
 )
 NAMES = {http.OURS: "**fast_batcher**", http.BY_JSON: "**fast_batcher, `JsonEndpoint`**"}
 NAMES |= {http.FASTAPI: "FastAPI without a batcher", http.BARE: "an ASGI app without FastAPI"}
+NAMES |= {
+    http.FASTAPI_QUIET: "FastAPI without a batcher, telemetry off",
+    http.JSON_QUIET: "**fast_batcher, `JsonEndpoint`, telemetry off**",
+}
 
 
 def over_http() -> str:

@@ -117,19 +117,19 @@ Cause = Literal[
     "memory",
     "retries",
 ]
-_SENTENCES: dict[Cause, str] = {
-    "no data": "fewer than two batches were answered",
-    "disabled": "batching is off (enabled=False)",
-    "arrivals": "no more requests were waiting",
-    "max_batch_size": "they held max_batch_size requests, or the largest allowed size",
-    "allowed_batch_sizes": "an allowed size answers more per second than the next larger one",
-    "cost": "they reached max_batch_cost",
-    "groups": "the requests that waited belong to other groups (group_by)",
-    "hold": "they were held, and more requests were not worth the wait",
-    "window": "max_delay had passed (policy='fixed')",
-    "deadline": "waiting for more would have made requests late",
-    "memory": "the model ran out of memory with larger ones",
-    "retries": "they held requests that were tried again",
+# What a batch with each cause did.
+_PHRASES: dict[Cause, str] = {
+    "disabled": "had one request, because batching is off (enabled=False)",
+    "arrivals": "took all requests that were waiting",
+    "max_batch_size": "had max_batch_size requests, or the largest allowed size",
+    "allowed_batch_sizes": "had an allowed size that answers more per second than the next",
+    "cost": "reached max_batch_cost",
+    "groups": "left requests of other groups waiting (group_by)",
+    "hold": "waited until more requests were not worth it",
+    "window": "waited for max_delay",
+    "deadline": "left early, so that no request was late",
+    "memory": "had the size that fits into memory",
+    "retries": "had requests that were tried again",
 }
 
 
@@ -171,10 +171,8 @@ class Explanation:
     def __str__(self) -> str:
         """Explain in sentences."""
         if self.cause == "no data":
-            told = _SENTENCES[self.cause]
-            if self.places is not None:
-                told = "fewer than two steps gave chunks"
-            return f"No explanation: {told}."
+            told = "batches were answered" if self.places is None else "steps gave chunks"
+            return f"No explanation: fewer than two {told}."
         if self.places is not None:
             return (
                 f"{self.batches} steps in {number(self.seconds)} seconds: "
@@ -184,12 +182,15 @@ class Explanation:
                 f"place for {number(self.place_wait)} s (median). Advice: {self.advice}."
             )
         load = "" if self.load is None else f", {self.load:.0%} of the capacity"
+        share = f"{self.cause_share:.0%}"
+        these = (
+            "Every batch" if share == "100%" else f"{share} of the requests were in batches that"
+        )
         return (
             f"{self.batches} batches in {number(self.seconds)} seconds: "
             f"{number(self.requests_per_second)} requests per second{load}; the workers were busy "
             f"for {self.busy:.0%} of the time. The average batch has "
-            f"{number(self.mean_batch_size)} requests. For {self.cause_share:.0%} of the requests, "
-            f"batches were not larger because {_SENTENCES[self.cause]}. "
+            f"{number(self.mean_batch_size)} requests. {these} {_PHRASES[self.cause]}. "
             f"Advice: {self.advice}."
         )
 

@@ -1,7 +1,8 @@
 """FastAPI without a batcher, which the others are compared with. Runs under uvicorn.
 
 Variants: "" awaits nothing; "future" awaits a future that its own loop settles; "tuned" does so
-with the garbage collector as ours sets it; "thread" calls the model in a thread.
+with the garbage collector as ours sets it; "thread" calls the model in a thread; "quiet" is without
+FastAPI's telemetry.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from benchmarks.http_servers import Model
-from benchmarks.http_servers.fastapi_app import JOB, add_endpoint
+from benchmarks.http_servers.fastapi_app import JOB, TELEMETRY, add_endpoint
 from fast_batcher import _process
 
 model = Model()
@@ -31,7 +32,7 @@ async def call(value: Any) -> Any:
     """Answer what the model answers."""
     if JOB.variant == "thread":
         return (await run_in_threadpool(model.infer, [value]))[0]
-    if JOB.variant:
+    if JOB.variant in ("future", "tuned"):
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         loop.call_soon(future.set_result, None)
@@ -39,5 +40,5 @@ async def call(value: Any) -> Any:
     return model.infer([value])[0]
 
 
-app = FastAPI(lifespan=lifespan)
+app = FastAPI(lifespan=lifespan, **TELEMETRY)
 add_endpoint(app, call)

@@ -9,6 +9,9 @@ from pydantic import BaseModel
 from benchmarks.http_servers import Job
 
 JOB = Job.read()
+# FastAPI looks for providers of OpenTelemetry at each request, unless a variant ends with "quiet".
+OFF = {"tracing": False, "metrics": False, "logs": False}
+TELEMETRY: Any = {"telemetry": OFF} if JOB.variant.endswith("quiet") else {}
 
 
 class Text(BaseModel):

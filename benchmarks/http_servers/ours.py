@@ -1,7 +1,7 @@
 """fast_batcher in a FastAPI app, as its documentation has it. Runs under uvicorn.
 
-Variants: ""; "untuned" leaves the garbage collector alone; "json" has a `JsonEndpoint`; "shared" is
-for several processes of one server.
+Variants: ""; "untuned" leaves the garbage collector alone; "json" has a `JsonEndpoint`, as has
+"json, quiet", without FastAPI's telemetry; "shared" is for several processes of one server.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 import fast_batcher.fastapi
 from benchmarks import http_servers
-from benchmarks.http_servers.fastapi_app import JOB, Text, add_endpoint
+from benchmarks.http_servers.fastapi_app import JOB, TELEMETRY, Text, add_endpoint
 from benchmarks.pictures import decode
 from fast_batcher import DynBatcher, InferenceModel
 
@@ -42,9 +42,10 @@ batcher: DynBatcher[Any, Any] = DynBatcher(
     max_latency=JOB.limit,
     shared=JOB.variant == "shared",
 )
-app = FastAPI(lifespan=partial(batcher.lifespan, freeze_gc=JOB.variant != "untuned"))
+lifespan = partial(batcher.lifespan, freeze_gc=JOB.variant != "untuned")
+app = FastAPI(lifespan=lifespan, **TELEMETRY)
 fast_batcher.fastapi.install_exception_handlers(app)
-if JOB.variant == "json" and not JOB.shape:
+if JOB.variant.startswith("json") and not JOB.shape:
 
     async def predict(body: Text) -> Text:
         """Answer one text."""

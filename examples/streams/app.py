@@ -5,11 +5,12 @@ Start it with `uvicorn examples.streams.app:app`; see the README beside this fil
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, ValidationError
-from starlette.responses import StreamingResponse
+from starlette.responses import FileResponse, StreamingResponse
 
 from examples.streams.decoder import CHARACTERS, LONGEST, Decoder, Prompt
 from fast_batcher import BatcherError, DynBatcher, Stream
@@ -56,6 +57,12 @@ class Request(BaseModel):
 Asked = Annotated[Request, Query()]
 # Until the first character; after it, a stream leaves anyway when its client disconnects.
 endpoint = {"dependencies": [cancel_on_disconnect], "responses": error_responses(503, 504)}
+
+
+@app.get("/", include_in_schema=False)
+async def show_page() -> FileResponse:
+    """Show a page that writes over the WebSocket."""
+    return FileResponse(Path(__file__).with_name("page.html"))
 
 
 @app.get("/text", **endpoint)  # type: ignore[arg-type]

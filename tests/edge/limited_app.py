@@ -29,6 +29,7 @@ class Counts(InferenceModel[Any, int]):
 
 EVERY_OPTION: dict[str, Any] = {
     "stepped": False,
+    "max_sessions": 9,
     "max_batch_size": 16,
     "max_delay": 1.0,
     "num_workers": 1,

@@ -32,6 +32,7 @@ from fast_batcher.errors import (
     QueueFullError,
     RemoteTraceback,
     RequestTooLargeError,
+    SessionLostError,
     SlowReaderError,
     TransportError,
     UnsendableValueError,
@@ -62,6 +63,7 @@ TREE: dict[type[BatcherError], tuple[type[Exception], ...]] = {
     WorkerError: (BatcherError,),
     WorkerStartupError: (WorkerError,),
     WorkerLostError: (WorkerError,),
+    SessionLostError: (WorkerError,),
     PoisonRequestError: (WorkerError,),
     TransportError: (WorkerError,),
 }

@@ -113,7 +113,7 @@ def test_cost_reduces_padding_at_every_budget(fixed: int) -> None:
 
     def answers_and_padding(batcher: Scheduler) -> tuple[int, float]:
         worker = PaddedWorker(model, costs)
-        record = simulate(batcher, ClosedLoop(128, short_pause, 1), worker.seconds, 30.0)
+        record = simulate(batcher, ClosedLoop(128, short_pause, 1), worker.seconds, 10.0)
         answers = np.array(record.answers)
         return int(np.isfinite(answers).sum()), worker.computed / worker.real
 

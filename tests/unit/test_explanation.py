@@ -334,7 +334,9 @@ def test_reason_and_mean_are_told_apart() -> None:
     found = explained(samples, max_batch_size=8)
     assert found.cause == "max_batch_size"
     assert found.cause_share == pytest.approx(32 / 36)
-    assert "average batch has 7.2 requests. For 89% of the requests, batches were" in str(found)
+    assert "average batch has 7.2 requests. 89% of the requests were in batches that had" in str(
+        found
+    )
 
 
 def test_larger_size_is_advised_if_it_gains() -> None:
