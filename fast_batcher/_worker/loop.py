@@ -14,6 +14,7 @@ an output that cannot be pickled fails alone, and no two callers get the same ob
 import ctypes
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
@@ -582,7 +583,9 @@ class BatchLoop:
         started = monotonic()
         try:
             with contexts:
-                outputs = self._call(job, inputs) if inputs else []
+                model = self._models[job.method]
+                infer = partial(self._infer_in, model, job) if job.sessions else model.infer
+                outputs = infer(inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             job.seconds = monotonic() - started
             job.fail(*judge(error))
@@ -592,7 +595,6 @@ class BatchLoop:
                 lend(())
                 job.pieces = []
         job.seconds = monotonic() - started
-        model = self._models[job.method]
         if count and isinstance(model, CollatedModel):
             job.elements = model.elements
         try:
@@ -602,10 +604,8 @@ class BatchLoop:
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             job.fail(Failed.FOR_GOOD, pickling.describe(error))
 
-    def _call(self, job: BatchJob, inputs: list[Any]) -> Any:
-        model = self._models[job.method]
-        if not job.sessions:
-            return model.infer(inputs)
+    def _infer_in(self, model: Any, job: BatchJob, inputs: list[Any]) -> Any:
+        """Compute inputs with the states of their sessions."""
         if not isinstance(model, SessionInfer):
             raise ConfigurationError("session() needs a model that is a SessionModel")
         positions = job.list_open(len(inputs))
