@@ -494,9 +494,9 @@ class Settings:
         Range('`"processes"`, `"threads"` or `RayWorkers`', _check_workers),
         "Whether workers are processes, threads of this process, or actors of a Ray cluster.",
     ] = None
-    stepped: Annotated[
-        bool, SWITCH, "Whether a model that is named by a text is a `SteppedModel`."
-    ] = False
+    stepped: Annotated[bool, SWITCH, "Whether the class that a text names is a `SteppedModel`."] = (
+        False
+    )
     max_sessions: Annotated[
         int,
         COUNT,
