@@ -339,7 +339,8 @@ class _Section:
         # The number of requests, and their total cost.
         self.size = 0
         self.cost = 0.0
-        # The balance with which an account is opened.
+        # The balance with which an account is opened: the highest after a request that was served.
+        # It rises with each request, so that no share is passed for ever by others that return.
         self.balance = 0.0
         # A heap with the turn of each lane, kept while there are at least two. A turn is out of
         # date if its request has left, or its account was charged since: then it is too early.
@@ -394,11 +395,10 @@ class _Section:
         return min([lane.oldest() for lane in self.lanes.values()], key=_age)
 
     def charge(self, request: Request) -> None:
-        self.lanes[request.share].account.spent += request.cost
-
-    def end_turns(self) -> None:
-        """Open further accounts with the balance of the share whose turn it is."""
-        self.balance = max(self.balance, self.lanes[self.first().share].account.spent)
+        """Charge a request that is served to the account of its share."""
+        account = self.lanes[request.share].account
+        account.spent += request.cost
+        self.balance = max(self.balance, account.spent)
 
     def window(self, reach: float, first: Request) -> Iterator[Request]:
         """Iterate by turns over the requests that may join a batch, from `first` on."""
@@ -456,9 +456,10 @@ class RankedQueue:
     Within a priority each share has an account of the costs of its requests that were sent. The
     next turn is that of the share whose account will be lowest after its oldest request; of equal
     ones, that with the older request. So the accounts of two shares that wait differ by at most the
-    highest cost. An account is opened with the balance of the share whose turn it is, and closed
-    with the last waiting request of its share: no share saves up turns, and there are no more
-    accounts than requests. Requests that name no share are of one, None, and go by age.
+    highest cost. An account is opened with the highest balance after a request that was served, and
+    closed with the last waiting request of its share: no share saves up turns, or passes another by
+    returning, and there are no more accounts than requests. Requests that name no share are of one,
+    None, and go by age.
 
     So that no request starves, every eighth batch ignores priorities: it takes the requests of the
     priority that has the oldest one first. Without shares a request with j older ones before it
@@ -581,9 +582,6 @@ class RankedQueue:
             if is_shared:
                 self._levels[request.priority].charge(request)
             self.discard(request)
-        if is_shared:
-            for level in self._levels.values():
-                level.end_turns()
 
     def discard(self, request: Request) -> None:
         """Forget a waiting request."""

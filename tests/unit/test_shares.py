@@ -118,7 +118,27 @@ def test_new_share_gains_nothing_from_one_that_waits_for_a_costly_turn() -> None
     # The next turn is that of A, whose account is still empty.
     for _ in range(10):
         arrivals.add("C")
-    assert arrivals.send(3) == "CAB"
+    assert arrivals.send(3) == "ABC"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("clients", [2, 3, 16])
+def test_shares_that_return_do_not_pass_a_costlier_request_for_ever(
+    clients: int, size: int
+) -> None:
+    """Each client asks again as soon as it is answered."""
+    arrivals = Arrivals()
+    arrivals.add("Z", 50.0)
+    names = "ABCDEFGHIJKLMNOPQ"[:clients]
+    for name in names:
+        arrivals.add(name)
+    for _ in range(60 * clients):
+        served = arrivals.send(size)
+        if "Z" in served:
+            return
+        for name in served:
+            arrivals.add(name)
+    pytest.fail("Z was not served")
 
 
 def test_priorities_come_before_shares() -> None:
