@@ -235,7 +235,9 @@ class SessionQueue:
         if session.end is not None:
             return []
         session.end = reason
-        waiting = [request for request in self._queues_with(session) if request.session is session]
+        waiting = [
+            request for request in self._waiting_beside(session) if request.session is session
+        ]
         for request in waiting:
             self.discard(request)
         if session.worker is not None:
@@ -248,7 +250,8 @@ class SessionQueue:
         self._ended.append(EndSession(worker, session_id))
         del self._live[worker][session_id]
 
-    def _queues_with(self, session: SessionPlace) -> list[Request]:
+    def _waiting_beside(self, session: SessionPlace) -> list[Request]:
+        """Return the waiting requests of the session's worker."""
         return [*self._queues.get(session.worker, ())]
 
     def end_batch(self, now: float, batch: Batch) -> list[Request]:
@@ -285,7 +288,7 @@ class SessionQueue:
         """Return whether a request of a session waits or runs."""
         assert session.worker is not None, "it is live"
         running = [batch.requests for batch in self._workers.slots[session.worker].batches]
-        requests = chain(self._queues_with(session), *running)
+        requests = chain(self._waiting_beside(session), *running)
         return any(request.session is session for request in requests)
 
     def take_ended(self) -> list[EndSession]:
