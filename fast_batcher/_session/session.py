@@ -996,6 +996,7 @@ class LocalSession(Session):
                 self.pool.workers[batch.worker].skip(batch.id)
         self._fail_open_requests()
         await self.pool.aclose()
+        self._observers.unwatch_collector()
 
     def end(self, grace: float) -> None:
         """Close the session, and block until the workers are dead."""
