@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -86,30 +87,36 @@ def test_a_websocket_answers_one_message_after_the_other(written: str) -> None:
         assert caught.value.code == 1007
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs apt-get install chromium")
-def test_the_page_writes_in_a_browser(address: str, written: str) -> None:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("needs apt-get install chromium")
     options = ["--no-sandbox"] if os.getuid() == 0 else []  # root may start no sandbox
     with (
         sync_api.sync_playwright() as playwright,
-        playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=options
-        ) as chromium,
+        playwright.chromium.launch(executable_path=path, args=options) as chromium,
     ):
-        page = chromium.new_page()
-        page.set_default_timeout(1000 * LIMIT)
-        complaints: list[str] = []
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(address)
-        ready = page.locator("#state").filter(has_text="Ready")
-        for text in ("Once upon a time", "<b>A & B</b>"):
-            ready.wait_for()
-            page.get_by_label("Text to continue").fill(text)
-            page.get_by_role("button", name="Write").click()
-            expected = "".join(Decoder().infer([Prompt(text, 80)])[0])  # type: ignore[arg-type]
-            page.locator("#written").filter(has_text=text + expected).wait_for()
+        yield chromium
+
+
+def test_the_page_writes_in_a_browser(address: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.set_default_timeout(1000 * LIMIT)
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address)
+    ready = page.locator("#state").filter(has_text="Ready")
+    for text in ("Once upon a time", "<b>A & B</b>"):
         ready.wait_for()
-        assert complaints == []
+        page.get_by_label("Text to continue").fill(text)
+        page.get_by_role("button", name="Write").click()
+        expected = "".join(Decoder().infer([Prompt(text, 80)])[0])  # type: ignore[arg-type]
+        page.locator("#written").filter(has_text=text + expected).wait_for()
+    ready.wait_for()
+    assert complaints == []
+    page.close()
 
 
 def test_doctor_times_its_steps() -> None:
