@@ -18,12 +18,13 @@ from fast_batcher._core.values import (
     Rejection,
     Request,
     SessionPlace,
+    Share,
     settle_open,
 )
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
 from fast_batcher.errors import BatcherClosedError, QueueFullError, SessionLostError
 
-# Sessions whose lengths are kept, as of streams.
+# Sessions whose lengths are kept: enough for a mean, as many as of streams.
 MOST_LENGTHS: Final = 128
 
 # The reason for the end of the sessions of a failed batch.
@@ -51,7 +52,7 @@ class SessionQueue:
         packer: Fills batches up to a cost, None without costs.
     """
 
-    # Requests of a session have none.
+    # A model with sessions has one method, which needs no group to be found.
     next_group = None
 
     def __init__(
@@ -115,7 +116,7 @@ class SessionQueue:
             self._queues[worker] = RankedQueue(self._packer)
         return self._queues[worker]
 
-    def ahead_of(self, priority: int, share: str | int | None) -> WorkAhead:
+    def ahead_of(self, priority: int, share: Share) -> WorkAhead:
         """Estimate which part of the queue is served before a new request of this rank."""
         found = [queue.ahead_of(priority, share) for queue in self._all()]
         requests, costs, groups = zip(*found, strict=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from models.ordinary import Slow
 from models.remembering import Diary, Framed, Line, Mixed, Unwilling
-from sessions import host_of, pids_of
+from sessions import PLACES, every_place, host_of, pids_of
 from waits import LIMIT, assert_balance, both_loops, one_loop, until
 
 from fast_batcher import (
@@ -30,12 +30,6 @@ from fast_batcher.testing import BatcherKit
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-PLACES: dict[str, dict[str, Any]] = {
-    "threads": {"workers": "threads"},
-    "processes": {},
-    "shared": {"shared": True},
-}
-every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 # Tests that wait for a call to run: the statistics of a shared batcher are up to a second old.
 own = pytest.mark.parametrize("place", [PLACES["threads"], {}], ids=["threads", "processes"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from models.ordinary import Slow
 from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
-from sessions import host_of
+from sessions import PLACES, every_place, host_of
 from streams import read, whole
 from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
 
@@ -41,12 +41,6 @@ from fast_batcher.testing import BatcherKit, WorkerKind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-PLACES: dict[str, dict[str, Any]] = {
-    "threads": {"workers": "threads"},
-    "processes": {},
-    "shared": {"shared": True},
-}
-every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 # Tests that wait for seconds; threads have the same session as processes.
 own_and_shared = pytest.mark.parametrize("place", [{}, {"shared": True}], ids=["own", "shared"])
 

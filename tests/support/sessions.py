@@ -19,6 +19,15 @@ from fast_batcher.testing import BatcherKit
 Make = Callable[..., DynBatcher[Any, Any]]
 
 
+# The options of batchers whose workers are threads, processes, or processes of a host.
+PLACES: dict[str, dict[str, Any]] = {
+    "threads": {"workers": "threads"},
+    "processes": {},
+    "shared": {"shared": True},
+}
+every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+
+
 def session_of(batcher: DynBatcher[Any, Any]) -> LocalSession:
     """The session of a batcher that has been opened."""
     assert isinstance(batcher._session, LocalSession)

@@ -192,26 +192,40 @@ def test_requests_without_a_session_and_with_one_take_turns() -> None:
     assert sorted(order, key=lambda request: request.id) == [others[0], mine, *others[1:]]
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "fixed", "greedy"])
-def test_a_policy_of_several_queues_keeps_no_request(policy: str) -> None:
+class Rule:
+    """Holds each batch for half a second."""
+
+    def hold(self, *_: object) -> float:
+        return 0.5
+
+
+# A policy, and the longest wait: the hold of 1 s, the step of the clock that it needs, and batches.
+# A policy that keeps one hold holds nothing.
+@pytest.mark.parametrize(
+    ("policy", "longest"), [("adaptive", 0.1), ("fixed", 1.2), ("greedy", 0.1), (Rule(), 0.1)]
+)
+def test_of_several_queues_a_policy_holds_none_beyond_its_limit(
+    policy: Any, longest: float
+) -> None:
     scheduler = make(make_policy(policy, 1.0), workers=2, max_batch_size=4, max_sessions=9)
     scheduler.use_sessions()
-    now = 0.0
+    now, answered = 0.0, 0
+    arrivals: dict[SessionPlace, float] = {}
     places = [SessionPlace(inf) for _ in range(6)]
-    open_calls: dict[int, Request] = {}
-    for number in range(200):
-        for at, place in enumerate(places):
-            if at not in open_calls:
-                open_calls[at] = call(place, at)
-                assert scheduler.submit(now, [open_calls[at]]) == []
+    for _ in range(200):
+        for place in places:
+            if place not in arrivals:
+                arrivals[place] = now
+                assert scheduler.submit(now, [call(place, place)]) == []
         batches = batches_of(scheduler, now)
         for batch in batches:
             now += 0.01
             scheduler.batch_done(now, batch.worker, batch.id)
             for request in batch.requests:
-                del open_calls[request.value]
-        now += 1.0 * (not batches)
-        assert number < 199 or not batches or now < 200 * 1.1
+                assert now - arrivals.pop(request.value) < longest
+                answered += 1
+        now += 0.1 * (not batches)
+    assert answered > 50
 
 
 class World:
