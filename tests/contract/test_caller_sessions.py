@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -211,20 +212,22 @@ async def test_a_cancelled_call_does_not_end_the_session(place: Any) -> None:
 @one_loop
 @every_place
 async def test_a_call_after_a_cancelled_one_is_in_another_batch(place: Any) -> None:
-    options = {**place, "model_args": (0.002,)}
-
-    async def hurry(number: int) -> None:
-        async with batcher.session() as session:
-            for count in range(0, 40, 2):
-                left = asyncio.create_task(session.process_batched(Line(f"s{number}", count)))
-                for _ in range(number):
-                    await asyncio.sleep(0)
-                left.cancel()
-                await asyncio.wait([left])
-                await session.process_batched(Line(f"s{number}", count + 1))
-
-    async with DynBatcher(Diary, **options) as batcher:
-        await asyncio.gather(*map(hurry, range(20)))
+    """The first call is cancelled at any moment of the batch before it, its last one included."""
+    seconds, rounds = 0.004, 80
+    options = {**place, "model_args": (seconds,)}
+    async with (
+        DynBatcher(Diary, **options) as batcher,
+        batcher.session() as before,
+        batcher.session() as session,
+    ):
+        for number in range(rounds):
+            running = asyncio.create_task(before.process_batched(Line("before", number)))
+            await asyncio.sleep(seconds / 4)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds * number / rounds):
+                    await session.process_batched(Line("s", 2 * number))
+            await session.process_batched(Line("s", 2 * number + 1))
+            await running
 
 
 @one_loop
