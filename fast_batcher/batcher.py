@@ -54,6 +54,7 @@ from fast_batcher._session.sessions import BatchSession
 from fast_batcher._session.streams import ChunkQueue, ChunkT, Stream
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
+    BatcherClosedError,
     BatcherError,
     CollationError,
     ConfigurationError,
@@ -642,12 +643,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             session = self._find_session()
         if wait_ready:
             await self._status.wait_while_opening()
-        broken_error = self._status.broken_error()
-        if broken_error is not None:
+        if (broken_error := self._status.broken_error()) is not None:
             await session.aclose()
             raise broken_error
-        if wait_ready and self._status.state is not State.OPEN:  # it was closed meanwhile
-            self._status.reject_call("it was not ready")
+        if wait_ready and self._status.state is not State.OPEN:
+            raise BatcherClosedError(f"{self._status.name} was told to stop before it was ready")
 
     def begin_drain(self) -> None:
         """Reject new requests and report not ready, while accepted requests are finished.

@@ -815,7 +815,9 @@ async def test_open_fails_if_batcher_is_closed_meanwhile(gate: Gate, end: str) -
         else:
             await batcher.aclose()
         assert worker.survivors(0.0) == []
-    assert isinstance(await outcome(opening), BatcherClosedError)
+    with pytest.raises(BatcherClosedError, match="told to stop before it was ready"):
+        await opening
+    assert batcher.stats.rejected == 0
 
 
 # --- closing --------------------------------------------------------------------------------------
