@@ -36,7 +36,8 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}
+        # A plain dict would be slow to find its first entry after many were removed before it.
+        self.requests: OrderedDict[int, Request] = OrderedDict()
         # Deadlines and ids: an entry of a removed request must not keep its input.
         self._heap: list[tuple[float, int]] = []
 
@@ -53,6 +54,10 @@ class Deadlines:
             self._heap = [(left.deadline, left.id) for left in self.requests.values()]
             heapify(self._heap)
         return request
+
+    def oldest(self) -> Request:
+        """Return the request that was added first; there has to be one."""
+        return next(iter(self.requests.values()))
 
     def earliest(self) -> float:
         """Return the first deadline, infinite without a request."""
@@ -306,8 +311,7 @@ class _Lane:
 
     def __init__(self, account: _Account) -> None:
         self.account = account
-        # A plain dict would be slow to find its first entry after many were removed before it.
-        self.requests: OrderedDict[int, Request] = OrderedDict()
+        self.requests: OrderedDict[int, Request] = OrderedDict()  # as in `Deadlines`
         # Requests enqueued so far.
         self.arrivals = 0
 
@@ -349,13 +353,12 @@ class _Section:
     def add(self, request: Request, account: _Account | None = None) -> _Account:
         """Add a request; return the account of its share, which is the given one or a new one."""
         lane = self.lanes.get(request.share)
-        is_new = lane is None
         if lane is None:
             lane = self.lanes[request.share] = _Lane(account or _Account(self.balance))
         lane.requests[request.id] = request
         request.lane_position = lane.arrivals
         lane.arrivals += 1
-        if is_new:
+        if len(lane.requests) == 1:
             self._note_turn(lane)
         self.size += 1
         self.cost += request.cost
@@ -386,13 +389,9 @@ class _Section:
         if len(self.lanes) == 1:
             (lane,) = self.lanes.values()
             return lane.oldest()
-        found = None
-        while found is None:
-            found = self._find_lane(self._turns)
+        while (found := self._find_lane(self._turns)) is None:
+            pass
         return found.oldest()
-
-    def oldest(self) -> Request:
-        return min([lane.oldest() for lane in self.lanes.values()], key=_age)
 
     def charge(self, request: Request) -> None:
         """Charge a request that is served to the account of its share."""
@@ -408,6 +407,7 @@ class _Section:
         return islice(self._take_turns(reach, first), None if reach == inf else int(reach))
 
     def _take_turns(self, reach: float, first: Request) -> Iterator[Request]:
+        self.first()  # without the turns of requests that have left
         turns = self._turns.copy()
         # Of each share that has begun: its balance after its next request, and its requests.
         begun: dict[Share, tuple[float, Request | None, Iterator[Request]]] = {}
@@ -593,8 +593,7 @@ class RankedQueue:
 
     def oldest(self) -> Request | None:
         """Return the request that has waited longest."""
-        oldest = [level.oldest() for level in self._levels.values()]
-        return min(oldest, key=_age, default=None)
+        return self._deadlines.oldest() if self.size else None
 
     def earliest_deadline(self) -> float:
         """Return the first moment at which a waiting request expires, infinite if none does."""
@@ -613,9 +612,9 @@ class RankedQueue:
 
     def _first(self) -> Request:
         """Return the request around which the next batch is built."""
-        if self._goes_by_age():
-            return min(self._levels.values(), key=lambda level: level.oldest().id).first()
-        return self._levels[max(self._levels)].first()
+        by_age = self._goes_by_age()
+        priority = self._deadlines.oldest().priority if by_age else max(self._levels)
+        return self._levels[priority].first()
 
     def _sections_of(self, group: Group | None) -> list[_Section]:
         """Return the sections of a group, the highest priority first."""

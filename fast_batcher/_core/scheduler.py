@@ -273,8 +273,9 @@ class Admission:
                 held[share] += 1
                 continue
             if share not in rejections:
-                waiting = f"{held[share]} requests of share {share!r:.80} wait already"
-                text = f"{waiting}; the other room is for other shares ({self._limit_of_requests})"
+                own = f"share {share!r:.80} has {held[share]} of {queue.size + len(accepted)}"
+                rest = f"the room left is for those with fewer ({self._limit_of_requests})"
+                text = f"{own} waiting requests; {rest}"
                 rejections[share] = self._rejection_without_room(now, queue, text)
             rejected.append((request, rejections[share]))
         return accepted, rejected

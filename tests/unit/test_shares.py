@@ -321,10 +321,8 @@ def test_each_share_holds_as_much_as_there_is_room_for() -> None:
     left = {share: 100 - len(send_all(scheduler, share, 100)) for share in "ABCD"}
     assert left == {"A": 32, "B": 16, "C": 8, "D": 4}
     (error, *_) = send_all(scheduler, "A", 1)
-    assert str(error) == (
-        "32 requests of share 'A' wait already; the other room is for other shares "
-        "(max_queue_size=64)"
-    )
+    wanted = "share 'A' has 32 of 60 waiting requests; the room left is for those with fewer"
+    assert str(error) == f"{wanted} (max_queue_size=64)"
     assert scheduler.queue.size == 60
 
 
