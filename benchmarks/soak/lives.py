@@ -59,7 +59,7 @@ async def s3(short: bool, seed: int) -> Findings:
     findings.tell("programs killed under load", times)
     findings.none(f"workers alive after {ORPHAN_TIME:g} s", survivors)
     findings.tell("longest life of a worker after its parent, ms", 1000 * longest)
-    findings.none("new entries in /dev/shm and /tmp", len(shared_names() - before))
+    findings.none("new entries in /dev/shm and TMPDIR", len(shared_names() - before))
     return findings
 
 

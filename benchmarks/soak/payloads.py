@@ -249,7 +249,7 @@ async def s6(short: bool, seed: int) -> Findings:
     findings.none("descriptors beyond those before", max(0, descriptors() - held))
     findings.none("mappings of shared memory left", shared_mappings())
     findings.none("worker processes left", len(worker_pids()))
-    findings.none("new entries in /dev/shm and /tmp", len(shared_names() - before))
+    findings.none("new entries in /dev/shm and TMPDIR", len(shared_names() - before))
     findings.check(
         "memory that the parent uses beyond that before, MB",
         growth / 2**20,

@@ -166,5 +166,5 @@ async def s10(short: bool, seed: int) -> Findings:
     findings.check("hosts at one time", run.most_hosts, wanted, holds=run.most_hosts <= 1)
     findings.none("hosts left", hosts_left)
     findings.none("sockets left", sockets_left)
-    findings.none("new entries in /dev/shm and /tmp", len(shared_names() - before))
+    findings.none("new entries in /dev/shm and TMPDIR", len(shared_names() - before))
     return findings

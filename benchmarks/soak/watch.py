@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -132,8 +133,8 @@ def rss_bytes(pid: int | str = "self") -> int:
 
 
 def shared_names() -> set[str]:
-    """Find what lies in /dev/shm and /tmp and may be ours."""
-    folders = [Path("/dev/shm"), Path("/tmp")]
+    """Find what lies in /dev/shm and the temporary directory and may be ours."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     return {
         str(path) for one in folders for path in one.iterdir() if path.name.startswith(OUR_NAMES)
     }
