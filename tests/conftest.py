@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import os
 import resource
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -164,11 +165,20 @@ def _faults_of_children() -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _sockets_of_hosts() -> Iterator[Path]:
+    """Directory of the sockets of hosts; the user's is common to all tests that run at a time."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="h") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        yield Path(directory, "fast_batcher")
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_everlasting: None) -> Iterator[None]:
+def _nothing_is_left(_everlasting: None, _sockets_of_hosts: Path) -> Iterator[None]:
     """After the test: no process, thread, descriptor or shared memory that was not there before."""
     before = Holdings.now()
     yield
+    assert not _sockets_of_hosts.exists(), "it starts a host: take the fixture `hosts`"
     left = Holdings.now().beyond(before)
     shared_memory = left.pop("shared_memory", [])
     if mine := [name for name in shared_memory if not _is_used_elsewhere(name)]:

@@ -125,6 +125,7 @@ async def test_metrics_equal_statistics_after_deaths() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("shared", [False, True])
 async def test_reserved_gpu_memory_is_a_metric_of_each_worker(
     caplog: pytest.LogCaptureFixture, *, shared: bool
