@@ -142,7 +142,8 @@ def test_the_app_from_litserve_answers_as_theirs(tmp_path: Path) -> None:
 def test_the_app_from_bentoml_answers_as_theirs(tmp_path: Path) -> None:
     save("from_bentoml.md", tmp_path)
     with run_server("iris:app", tmp_path, settings={"PYTHONPATH": str(ROOT)}) as url:
-        assert post(f"{url}/predict", json=[5.1, 3.5, 1.4, 0.2]).json() == "setosa"
+        answer = post(f"{url}/predict", json={"row": [5.1, 3.5, 1.4, 0.2]})
+        assert answer.text == "setosa"
 
 
 def test_the_app_from_ray_serve_answers_as_theirs(tmp_path: Path) -> None:
