@@ -19,7 +19,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any, Final
 
-from fast_batcher._core.policy import Load, Policy
+from fast_batcher._core.policy import TIMER_LATENESS, Load, Policy
 from fast_batcher._core.prediction import (
     Backlog,
     BatchTimes,
@@ -235,7 +235,7 @@ class Admission:
             rejected = [(request, closed) for request in requests if request.session is None]
             requests = [request for request in requests if request.session is not None]
         room = self._limits.max_queue_size - queue.size
-        if self.has_shares and isinstance(queue, RankedQueue):
+        if self.has_shares and not isinstance(queue, RequestQueue):
             requests, without_room = self._limit_shares(now, requests, queue)
             rejected += without_room
         elif len(requests) > room:
@@ -259,7 +259,7 @@ class Admission:
         return requests, rejected
 
     def _limit_shares(
-        self, now: float, requests: list[Request], queue: RankedQueue
+        self, now: float, requests: list[Request], queue: RankedQueue | SessionQueue
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Reject the arrivals of shares that hold as many requests as there is room for."""
         accepted: list[Request] = []
@@ -438,16 +438,20 @@ class DeadlineBatches:
         oldest = queue.oldest() if self.has_set_targets else None
         if oldest is None or oldest.target is None:
             return inf
-        is_known = self._times.by_size.is_known
-        return oldest.target - (self._times.by_size.high(queue.size + 1) if is_known else 0.0)
+        times = self._times.by_size
+        seconds = times.high(queue.size + 1) if times.is_known else 0.0
+        return oldest.target - seconds - TIMER_LATENESS
 
     def choose(
-        self, now: float, slot: WorkerSlot, queue: RankedQueue
+        self, now: float, slot: WorkerSlot, queue: RankedQueue, *, is_held: bool
     ) -> tuple[list[Request], bool]:
         """Choose the next batch and drop late requests; return whether targets changed the choice.
 
-        The batch stays in the queue. It is empty if it is to wait.
+        The batch stays in the queue. It is empty if it is to wait. What was held for more requests
+        could be late by the hold alone, and is not dropped.
         """
+        if is_held:
+            return self._next(queue), False
         # A batch that was sent cannot be dropped any more, however long the one before it takes.
         if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
             return [], False
@@ -553,6 +557,8 @@ class Scheduler:
         self._methods = Methods(methods)
         is_ranked = is_grouped or len(methods) > 1 or ranks != (None, None, None)
         self.queue: Queue | SessionQueue = RankedQueue(packer) if is_ranked else RequestQueue()
+        # Whether a batch is held for more requests.
+        self._is_holding = False
         # The queue, once there are sessions.
         self._sessions: SessionQueue | None = None
         self._max_sessions = limits.max_sessions
@@ -628,7 +634,7 @@ class Scheduler:
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one of them."""
         admission, queue = self._admission, self.queue
-        if admission.has_shares and request is not None and isinstance(queue, RankedQueue):
+        if admission.has_shares and request is not None and not isinstance(queue, RequestQueue):
             own = queue.held_by(request.share)
             if not admission.has_room_in_share(own + count - 1, queue.size + count - 1):
                 return False
@@ -923,6 +929,7 @@ class Scheduler:
             if self._sessions is not None:
                 actions += self._sessions.take_ended()
             held_until = self._dispatch(now, actions)
+            self._is_holding = held_until != inf
             if self._sessions is not None:  # some may have been placed
                 self._next_expiry = min(self._next_expiry, self._sessions.next_end)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
@@ -1021,7 +1028,9 @@ class Scheduler:
         """Choose the next batch, and expire requests that would be late; empty if it must wait."""
         if not isinstance(queue, RankedQueue):
             return queue.choose(size), release
-        requests, is_other = self._deadline_batches.choose(now, slot, queue)
+        requests, is_other = self._deadline_batches.choose(
+            now, slot, queue, is_held=self._is_holding
+        )
         if dropped := self._deadline_batches.dropped:
             rejection = self._admission.rejection_of_dropped(now, self.queue)
             actions += [Expire(late, ExpiryReason.UNREACHABLE, rejection) for late in dropped]

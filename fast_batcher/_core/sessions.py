@@ -116,6 +116,10 @@ class SessionQueue:
             self._queues[worker] = RankedQueue(self._packer)
         return self._queues[worker]
 
+    def held_by(self, share: Share) -> int:
+        """Return the number of waiting requests of a share."""
+        return sum([queue.held_by(share) for queue in self._all()])
+
     def ahead_of(self, priority: int, share: Share) -> WorkAhead:
         """Estimate which part of the queue is served before a new request of this rank."""
         found = [queue.ahead_of(priority, share) for queue in self._all()]

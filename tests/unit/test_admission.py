@@ -11,6 +11,7 @@ import pytest
 from schedulers import make, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
+from fast_batcher._core.policy import TIMER_LATENESS, FixedPolicy
 from fast_batcher._core.prediction import SAFETY_FACTOR, Backlog, BatchTimes, Method, Methods
 from fast_batcher._core.queue import BatchPacker, PaddedPacker, WorkAhead
 from fast_batcher._core.scheduler import Scheduler
@@ -219,6 +220,22 @@ def test_idle_batcher_accepts_any_request() -> None:
     assert reject(scheduler, now, requests) == requests[1:]
     assert poll_batches(scheduler, now)[0].requests == requests[:1]
     assert len(refused_at(scheduler, now, 3)) == 3
+
+
+@pytest.mark.parametrize("lateness", [0.0, 0.5])
+def test_a_hold_makes_no_request_late(lateness: float) -> None:
+    """Nor drops one if the timer fires so late that the target is missed."""
+    scheduler = make(FixedPolicy(10.0), max_batch_size=4, max_latency=3.0)
+    for size in (1, 4):
+        for _ in range(LESSONS):
+            scheduler.service.observe(size, 1.0)
+    requests = [Request("input", None) for _ in range(3)]
+    assert scheduler.submit(0.0, requests) == []
+    actions, latest = scheduler.poll(0.0)
+    assert actions == []
+    assert latest == pytest.approx(2.0 - TIMER_LATENESS)
+    (batch,) = poll_batches(scheduler, 2.0 + lateness)
+    assert (batch.requests, batch.release) == (requests, Release.DEADLINE)
 
 
 def test_too_short_deadline_is_late_or_rejected() -> None:

@@ -52,6 +52,22 @@ def test_sessions_are_spread_over_the_workers_and_stay_there() -> None:
     assert scheduler.session_count == 4
 
 
+def test_shares_limit_each_other_beside_sessions() -> None:
+    scheduler = make_sessions(max_queue_size=8)
+    begin(scheduler)
+    scheduler.workers.clear()
+    accepted = []
+    for share in ("flood", "other"):
+        scheduler.rank_requests(share)
+        requests = [Request("", None) for _ in range(10)]
+        for request in requests:
+            request.rank(0, share)
+        accepted.append(10 - len(scheduler.submit(1.0, requests)))
+        assert not scheduler.has_room(1, requests[-1])
+    assert accepted == [4, 2]
+    assert scheduler.has_room(1, Request("", None))
+
+
 def test_a_session_waits_for_its_own_worker_while_another_is_free() -> None:
     scheduler = make_sessions(max_batch_size=1)
     first, second, third = begin(scheduler, 3)
