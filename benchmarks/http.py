@@ -78,6 +78,7 @@ class System:
     environment: str | None = None
     command: tuple[str, ...] = _UVICORN
     body: bytes = b'{"text": "a short input"}'
+    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def python(self) -> str:
@@ -99,6 +100,7 @@ class System:
             "FLOOR_ANSWER_BYTES": str(len(self.body)),
             "RAY_USAGE_STATS_ENABLED": "0",
             "BENTOML_DO_NOT_TRACK": "True",
+            **dict(self.settings),
         }
 
     def seconds_to_import(self, job: Job) -> float:
@@ -119,6 +121,7 @@ BY_JSON = "ours by JsonEndpoint"
 FASTAPI_QUIET, JSON_QUIET = "FastAPI, telemetry off", "ours by JsonEndpoint, telemetry off"
 FAST_DYNAMIC_BATCHER, BATCHED = "fast_dynamic_batcher", "batched.aio"
 LITSERVE, BENTOML, RAY = "LitServe", "BentoML", "Ray Serve"
+LITSERVE_WINDOW, RAY_TUNED = "LitServe, a window of 10 ms", "Ray Serve, throughput settings"
 OURS_SHARED, LITSERVE_4 = "ours, 4 processes", "LitServe, 4 API processes"
 MOSEC, MOSEC_SHORT = "Mosec", "Mosec, short queue"
 SYSTEMS = {
@@ -140,10 +143,15 @@ SYSTEMS = {
         "http_servers.ours", "shared", command=(*_UVICORN, "--workers", str(API_PROCESSES))
     ),
     LITSERVE_4: System("http_servers.litserve", str(API_PROCESSES), "litserve", _PLAIN),
+    LITSERVE_WINDOW: System("http_servers.litserve", "window", "litserve", _PLAIN),
     BENTOML: System("http_servers.bento", "", "bentoml", _BENTO, b'{"text": ["a short input"]}'),
     MOSEC: System("http_servers.mosec", "", "mosec", _MOSEC),
     MOSEC_SHORT: System("http_servers.mosec", "short queue", "mosec", _MOSEC),
     RAY: System("http_servers.ray_serve", "", "ray_serve", _PLAIN),
+    RAY_TUNED: System(
+        *("http_servers.ray_serve", "", "ray_serve", _PLAIN),
+        settings=(("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1"),),
+    ),
 }
 # The README's systems and loads: one run of about a quarter of an hour.
 PUBLISHED = (

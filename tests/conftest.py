@@ -166,19 +166,18 @@ def _faults_of_children() -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _sockets_of_hosts() -> Iterator[Path]:
-    """Directory of the sockets of hosts; the user's is common to all tests that run at a time."""
+def _sockets_of_hosts() -> Iterator[None]:
+    """Give hosts a directory of this process; the user's is common to all that run tests."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="h") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
-        yield Path(directory, "fast_batcher")
+        yield
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_everlasting: None, _sockets_of_hosts: Path) -> Iterator[None]:
+def _nothing_is_left(_everlasting: None) -> Iterator[None]:
     """After the test: no process, thread, descriptor or shared memory that was not there before."""
     before = Holdings.now()
     yield
-    assert not _sockets_of_hosts.exists(), "it starts a host: take the fixture `hosts`"
     left = Holdings.now().beyond(before)
     shared_memory = left.pop("shared_memory", [])
     if mine := [name for name in shared_memory if not _is_used_elsewhere(name)]:

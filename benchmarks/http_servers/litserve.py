@@ -1,6 +1,6 @@
 """LitServe: an API process and a process for the model.
 
-Variants: ""; a number of API processes.
+Variants: ""; "window", which waits up to 10 ms for a batch; a number of API processes.
 """
 
 import sys
@@ -33,14 +33,15 @@ class Echo(litserve.LitAPI):  # type: ignore[misc]
 
 if __name__ == "__main__":
     job = Job.read()
-    api = Echo(max_batch_size=job.max_batch_size)
+    window = 0.01 if job.variant == "window" else 0.0
+    api = Echo(max_batch_size=job.max_batch_size, batch_timeout=window)
     server = litserve.LitServer(
         api, accelerator="cpu", timeout=job.limit or 30, restart_workers=True
     )
     server.run(
         "127.0.0.1",
         int(sys.argv[1]),
-        num_api_servers=int(job.variant or 1),
+        num_api_servers=int(job.variant) if job.variant.isdecimal() else 1,
         generate_client_file=False,
         access_log=False,
     )
