@@ -238,8 +238,9 @@ class RemoteSession(Session):
         # Calls of `reload` without an outcome, by number; without a host they wait for the next.
         self._reloads: dict[int, tuple[messages.ReloadCall, asyncio.Future[None]]] = {}
         self._reload_numbers = itertools.count()
-        # Live sessions of callers by their ids. One that its caller has dropped ends in the host,
-        # by its timeout.
+        # Sessions of callers that may have a place in the host, by their ids: from their requests
+        # until their ends, unless the host says that they have none. One that its caller has
+        # dropped ends in the host, by its timeout.
         self._caller_sessions: WeakValueDictionary[int, SessionPlace] = WeakValueDictionary()
         self._session_ids = itertools.count()
         # Whether a host was open.
@@ -291,7 +292,6 @@ class RemoteSession(Session):
             return False
         if session.id < 0:
             session.id = next(self._session_ids)
-        self._caller_sessions[session.id] = session
         return True
 
     def _send_later(self, request: Request) -> None:
@@ -357,7 +357,7 @@ class RemoteSession(Session):
         for request in requests:
             request.phase = SENT
             if request.session is not None:
-                request.session.worker = 0  # any number: the host chooses
+                self._caller_sessions[request.session.id] = request.session
         self._sent += len(requests)
         self._room -= len(requests)
         ids = [request.id for request in requests]
@@ -388,6 +388,7 @@ class RemoteSession(Session):
             HostKind.CHUNKS: self._take_chunks,
             messages.FreedInputs: self._inputs.free,
             messages.Resend: self._resend,
+            messages.Unplaced: self._note_unplaced,
             messages.StateSent: self._take_state,
             messages.Reconfigure: self._merge_settings,
             messages.ReloadBegun: self._model.begin_reload,
@@ -417,8 +418,6 @@ class RemoteSession(Session):
                 continue
             outcome = packed if read is None else read(packed)
             try:
-                if request.session is not None:
-                    self._note_outcome(request.session, outcome)
                 if outcome.__class__ is Failure:
                     set_exception(request, outcome.error)
                 else:
@@ -427,18 +426,6 @@ class RemoteSession(Session):
                 pass
         if self._drained is not None:
             self._notice_drained()
-
-    def _note_outcome(self, session: SessionPlace, outcome: Any) -> None:
-        """Note whether the host has the session of a request."""
-        error = outcome.error if outcome.__class__ is Failure else None
-        if isinstance(error, SessionLostError):
-            self._caller_sessions.pop(session.id, None)
-            session.end = str(error).removeprefix("the session has ended: ")
-        elif not isinstance(error, QueueFullError):
-            session.has_state = True
-        elif not session.has_state:
-            self._caller_sessions.pop(session.id, None)
-            session.worker = None
 
     def _take_chunks(
         self,
@@ -526,13 +513,25 @@ class RemoteSession(Session):
 
     def end_session(self, session: SessionPlace) -> None:
         """End the session of a caller; must not await."""
-        self._caller_sessions.pop(session.id, None)
         if session.end is None:
             session.end = "its caller has ended it"
             self._fail_lost()
-            if session.worker is not None:
+            if self._caller_sessions.pop(session.id, None) is not None:
                 self._link.tell(messages.EndSessions([session.id]))
             self._notice_drained()
+
+    def _note_unplaced(self, ends: dict[int, str | None]) -> None:
+        """Follow the host, and let it forget the sessions; a new one may begin with a later call.
+
+        The host answers the open request of a session first, and tells again.
+        """
+        unplaced = ends.keys() - {call.session.id for call in self._open if call.session}
+        for session_id in unplaced:
+            session = self._caller_sessions.pop(session_id, None)
+            if session is not None:
+                session.end = ends[session_id]
+        self._link.tell(messages.EndSessions([*unplaced]))
+        self._notice_drained()
 
     def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the host's queue has room, as far as is known."""
@@ -703,16 +702,11 @@ class RemoteSession(Session):
             text = "two host processes died with this request; it is not sent again"
             self._fail(request, PoisonRequestError(text), "poison request")
         self._abandoned.clear()
-        self._lose_sessions()
-        self._notice_drained()
-
-    def _lose_sessions(self) -> None:
-        """End the sessions that the dead host had, and fail their requests that were not sent."""
-        for session in [*self._caller_sessions.values()]:
-            if session.worker is not None:
-                session.end = "the host process died"
-                del self._caller_sessions[session.id]
+        for session in self._caller_sessions.values():
+            session.end = "the host process died"
+        self._caller_sessions.clear()
         self._fail_lost()
+        self._notice_drained()
 
     def _fail_lost(self) -> None:
         """Fail the requests that were not sent, and whose sessions have ended."""

@@ -17,6 +17,7 @@
                                             <--   ReloadBegun, to each API process
                                             <--   ReloadEnded, to each: the model of all workers
                                             <--   Reloaded: number, error
+                                            <--   Unplaced: ids and ends of sessions
                                             <--   Resend: id
     Resent: id, input                       -->
     Goodbye                                 -->
@@ -135,7 +136,7 @@ class Abandon(NamedTuple):
 
 
 class EndSessions(NamedTuple):
-    """The callers of these sessions have ended them."""
+    """The callers of these sessions have ended them, or the answer to `Unplaced`."""
 
     session_ids: list[int]
 
@@ -217,6 +218,13 @@ class FreedInputs(NamedTuple):
     """No worker views the shared memory of these requests any more."""
 
     request_ids: list[int]
+
+
+class Unplaced(NamedTuple):
+    """These sessions have no place in a worker; sent again until `EndSessions` is the answer."""
+
+    # Reasons for their ends, by id; None for a session that has got no place yet.
+    ends: dict[int, str | None]
 
 
 class Resend(NamedTuple):

@@ -798,6 +798,7 @@ class HostServer:
         for tenant in [*self._tenants.values()]:
             if tenant.session is not None:
                 tenant.report_freed()
+                tenant.report_unplaced()
                 tenant.tell_news(state)
                 self._reporting.state_sent(monotonic(), tenant.id)
         if self._session.status.start_error is not None:

@@ -18,6 +18,7 @@ from fast_batcher._host import messages
 from fast_batcher._host.messages import Handlers, dispatch
 from fast_batcher._host.protocol import (
     FRAME_SIZE,
+    MOST_IN_FRAME,
     OpaqueError,
     OpaqueRefusal,
     Pickled,
@@ -183,7 +184,7 @@ class Tenant:
         # None until it has introduced itself.
         self.session: LocalSession | None = None
         self._requests: dict[int, Request] = {}
-        # The sessions of its callers that they have not ended, by id.
+        # The sessions of its callers by id, until it sends `EndSessions`.
         self._sessions: dict[int, SessionPlace] = {}
         # Requests that have arrived; the API process adds the requests that are on their way.
         self._received = 0
@@ -265,6 +266,13 @@ class Tenant:
             if session is not None and self.session is not None:
                 self.session.end_session(session)
 
+    def report_unplaced(self) -> None:
+        """Tell the API process which sessions have no place: only the host knows."""
+        places = self._sessions.items()
+        ends = [(key, place.end) for key, place in places if place.end or place.worker is None]
+        for begin in range(0, len(ends), MOST_IN_FRAME):
+            self.tell_news(messages.Unplaced(dict(ends[begin : begin + MOST_IN_FRAME])))
+
     def _apply(
         self,
         request_id: int,
@@ -292,8 +300,7 @@ class Tenant:
             request.group = self._find_group(*group)
         if session is not None and self.session is not None:
             session_id, idle_timeout = session
-            place = SessionPlace(idle_timeout)
-            request.session = self._sessions.setdefault(session_id, place)
+            request.session = self._sessions.setdefault(session_id, SessionPlace(idle_timeout))
             self.session.begin_session()
         if is_stream:
             request.caller = HostStream(request_id, self._chunks.put, self._end_stream)

@@ -8,11 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from models.ordinary import Slow
-from models.remembering import Diary, Framed, Line, Mixed, Unwilling
+from models.remembering import Diary, Framed, Halting, Line, Mixed, Unwilling
 from sessions import PLACES, every_place, host_of, pids_of
-from waits import LIMIT, assert_balance, both_loops, one_loop, until
+from waits import LIMIT, Gate, assert_balance, both_loops, call, one_loop, outcome, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -29,7 +30,7 @@ from fast_batcher import (
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("hosts")]
 
 
 # Tests that wait for a call to run: the statistics of a shared batcher are up to a second old.
@@ -187,6 +188,82 @@ async def test_no_more_sessions_than_places(place: Any) -> None:
         assert info.value.retry_after is not None
         await second.aclose()
         await third.aclose()
+
+
+@one_loop
+@every_place
+async def test_a_session_that_ends_after_a_full_queue_frees_its_place(
+    place: Any, gate: Gate
+) -> None:
+    """Its first call runs on without its caller, and its second one is rejected."""
+    limits: dict[str, Any] = {
+        "max_sessions": 1,
+        "max_batch_size": 2,
+        "max_queue_size": 1,
+        "timeout": None,
+    }
+    async with DynBatcher(Halting, **place, **limits, model_args=(gate.path,)) as batcher:
+        session = batcher.session()
+        running = asyncio.create_task(session.process_batched(Line("s", 1, "gate")))
+        visit = await gate.visit()
+        running.cancel()
+        waiting = call(batcher, Line("w", 1))  # a busy worker gets full batches alone
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="max_queue_size"):
+            await session.process_batched(Line("s", 2))
+        await session.aclose()
+        visit.let_on()
+        await waiting
+        assert await speak(batcher, "next", 2) == 1
+
+
+@one_loop
+@every_place
+@pytest.mark.parametrize("how", ["idle", "reload", "failed", "rejected"])
+async def test_close_does_not_wait_for_a_session_without_a_place(place: Any, how: str) -> None:
+    """Its user still has it: only the scheduler knows that it has ended."""
+    batcher = DynBatcher(Diary, **place, max_sessions=1, drain_timeout=10 * LIMIT)
+    await batcher.open()
+    session = batcher.session(timeout=0.05 if how == "idle" else LIMIT)
+    other = batcher.session()
+    await session.process_batched(Line("s", 1))
+    if how == "reload":
+        await batcher.reload()
+    elif how == "failed":
+        with pytest.raises(InferenceError):
+            await session.process_batched(Line("s", 2, "raise"))
+    elif how == "rejected":
+        with pytest.raises(QueueFullError):
+            await other.process_batched(Line("o", 1))
+        await session.aclose()
+    assert await outcome(asyncio.create_task(batcher.aclose())) is None
+    for one in (session, other):
+        await one.aclose()
+
+
+@one_loop
+async def test_a_host_keeps_nothing_of_rejected_sessions() -> None:
+    async with (
+        DynBatcher(Diary, shared=True, max_sessions=1) as batcher,
+        batcher.session() as only,
+    ):
+
+        async def be_rejected(*, closes: bool) -> None:
+            session = batcher.session()
+            with pytest.raises(QueueFullError, match="max_sessions"):
+                await session.process_batched(Line("s", 1))
+            if closes:
+                await session.aclose()
+
+        await only.process_batched(Line("o", 1))
+        host = psutil.Process(host_of(batcher))
+        before = 0
+        for part in range(50):
+            if part == 20:  # its memory has grown to what it needs
+                before = host.memory_info().rss
+            calls = [be_rejected(closes=number % 2 == 0) for number in range(1000)]
+            await asyncio.gather(*calls)
+        assert host.memory_info().rss - before < 3 * 2**20
 
 
 @one_loop
