@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from models.ordinary import Slow
 from models.remembering import Diary, Framed, Line, Mixed, Unwilling
-from sessions import PLACES, every_place, host_of, pids_of
+from sessions import PLACES, every_place, host_of, own_directory, pids_of
 from waits import LIMIT, assert_balance, both_loops, one_loop, until
 
 from fast_batcher import (
@@ -29,7 +29,9 @@ from fast_batcher import (
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("own_directory")]
+
+__all__ = ["own_directory"]
 
 
 # Tests that wait for a call to run: the statistics of a shared batcher are up to a second old.
