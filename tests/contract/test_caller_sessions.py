@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models.crashing import Bomb
 from models.ordinary import Slow
-from models.remembering import Diary, Framed, Line, Mixed, Unwilling
+from models.remembering import Diary, Framed, Held, Line, Mixed, Unwilling
 from sessions import PLACES, every_place, host_of, own_directory, pids_of
-from waits import LIMIT, assert_balance, both_loops, one_loop, until
+from waits import LIMIT, Gate, assert_balance, both_loops, one_loop, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -104,6 +105,40 @@ async def test_an_error_of_the_batch_ends_its_sessions_and_no_others(place: Any)
             assert await other.process_batched(Line("o", 2)) == ("o", 2, 1)
             assert await live(batcher) == 1
         assert await live(batcher) == 0
+
+
+@one_loop
+@every_place
+@pytest.mark.parametrize("has_state", [False, True])
+async def test_a_failed_call_loses_the_session_for_the_calls_behind_it(
+    place: Any, gate: Gate, has_state: bool
+) -> None:
+    """Its caller has left, and its worker has the next call when it fails."""
+    options = {**place, "max_batch_size": 1, "model_args": (gate.path,)}
+    async with DynBatcher(Held, **options) as batcher, batcher.session() as session:
+        if has_state:
+            assert await session.process_batched(Line("s", 1)) == ("s", 1, 1)
+        failing = asyncio.create_task(session.process_batched(Line("s", 2, "raise")))
+        visit = await gate.visit()
+        failing.cancel()
+        behind = asyncio.create_task(session.process_batched(Line("s", 3)))
+        await until(lambda: batcher.stats.batches == 2 + has_state)
+        visit.let_on()
+        with pytest.raises(SessionLostError, match="has failed"):
+            await behind
+        with pytest.raises(SessionLostError, match="has failed"):
+            await session.process_batched(Line("s", 4))
+        assert await live(batcher) == 0
+
+
+@one_loop
+@pytest.mark.parametrize("place", [{}, {"shared": True}], ids=["own", "shared"])
+async def test_a_session_begins_behind_an_unreadable_first_call(place: Any) -> None:
+    async with DynBatcher(Diary, **place) as batcher, batcher.session() as session:
+        unreadable: Any = Bomb("load task", "raise")
+        with pytest.raises(InferenceError, match="boom"):
+            await session.process_batched(unreadable)
+        assert await session.process_batched(Line("s", 1)) == ("s", 1, 1)
 
 
 @one_loop

@@ -6,6 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from fast_batcher import SessionModel
+from models.base import pass_gate
 
 
 class Line(NamedTuple):
@@ -74,6 +75,19 @@ class Unwilling(Diary):
         if not super().begin() and self.begun == 1:
             raise ValueError("not the first")
         return []
+
+
+class Held(Diary):
+    """Waits at a gate before a batch fails."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def infer(self, inputs: list[Line], states: list[list[Line]]) -> list[Any]:
+        if "raise" in {line.what for line in inputs}:
+            pass_gate(self._gate)
+        return super().infer(inputs, states)
 
 
 class Framed(SessionModel[Any, list[float], list[Any]]):
