@@ -532,11 +532,14 @@ class BatchLoop:
         port: WorkerPort,
         models: Mapping[str, Any],
         progress: WorkerProgress,
+        name: str = "",
         *,
         copies: bool = False,
     ) -> None:
         self._port = port
         self._models = models
+        # Name of the batcher, for errors.
+        self._name = name
         # Whether outputs must not be views of an array that the model may fill again.
         self._copies = copies
         self._progress = progress.numbers
@@ -611,7 +614,8 @@ class BatchLoop:
     def _infer_in(self, model: Any, job: BatchJob, inputs: list[Any]) -> Any:
         """Compute inputs with the states of their sessions."""
         if not isinstance(model, SessionInfer):
-            raise ConfigurationError("session() needs a model that is a SessionModel")
+            text = f"{self._name}: session() needs a SessionModel; derive the model's class from it"
+            raise ConfigurationError(text)
         positions = job.list_open(len(inputs))
         return model.infer_in([job.sessions[at] for at in positions], inputs)
 

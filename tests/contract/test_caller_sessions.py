@@ -26,6 +26,7 @@ from fast_batcher import (
     QueueFullError,
     SessionLostError,
     SessionModel,
+    SteppedModel,
 )
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit
@@ -272,7 +273,7 @@ async def test_the_wait_for_earlier_calls_counts() -> None:
     async with DynBatcher(Diary, model_args=(0.3,)) as batcher, batcher.session() as session:
         first = asyncio.create_task(session.process_batched(Line("s", 1)))
         await asyncio.sleep(0)
-        with pytest.raises(DeadlineExceededError, match="earlier calls"):
+        with pytest.raises(DeadlineExceededError, match=r"earlier calls .* timeout=0\.01 seconds"):
             await session.process_batched(Line("s", 2), timeout=0.01)
         assert await first == ("s", 1, 1)
         with pytest.raises(ConfigurationError, match="timeout"):
@@ -358,8 +359,9 @@ async def test_a_model_named_by_a_text() -> None:
     async with DynBatcher(name) as batcher:
         assert await speak(batcher, "s", 3) == 1
     other: Any = "models.ordinary:Slow"
-    async with DynBatcher(other, model_args=(0.0,)) as batcher, batcher.session() as session:
-        with pytest.raises(ConfigurationError, match="SessionModel"):
+    options: dict[str, Any] = {"model_args": (0.0,), "name": "mine"}
+    async with DynBatcher(other, **options) as batcher, batcher.session() as session:
+        with pytest.raises(ConfigurationError, match=r"mine: .* SessionModel; derive"):
             await session.process_batched(0)
 
 
@@ -388,6 +390,15 @@ def test_a_model_with_states_has_one_infer_with_two_arguments() -> None:
         async def begin(self) -> Any:  # type: ignore[override]
             return []
 
+    class Both(Diary, SteppedModel[Any, Any]):  # type: ignore[misc]
+        def join(self, inputs: list[Any]) -> list[Any]:
+            return inputs
+
+        def step(self, states: list[Any]) -> list[Any]:
+            return states
+
+    with pytest.raises(ConfigurationError, match=r"Both.*SteppedModel and a SessionModel; derive"):
+        DynBatcher(Both)
     with pytest.raises(ConfigurationError, match="exactly two arguments"):
         DynBatcher(Forgetful)
     with pytest.raises(ConfigurationError, match="begin is async"):
