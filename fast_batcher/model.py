@@ -360,12 +360,19 @@ def find_model_fault(model: type) -> str | None:
     called = (*_METHODS, *((name, *_BATCH) for name in marked))
     if is_stepped(model) or is_session_model(model):
         called = (*_METHODS, *_STEPPED_METHODS) if is_stepped(model) else _SESSION_METHODS
-        others = [*marked, *(name for name in _NOT_STATEFUL if getattr(model, name, None))]
-        if others:
-            kind = "SteppedModel" if is_stepped(model) else "SessionModel"
-            return f"a {kind} cannot have {', '.join(others)}"
+        if (fault := _find_stateful_fault(model, marked)) is not None:
+            return fault
     faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
+
+
+def _find_stateful_fault(model: type, marked: list[str]) -> str | None:
+    """Describe the parts that a model with states cannot have, None without any."""
+    if is_stepped(model) and is_session_model(model):
+        return "it is both a SteppedModel and a SessionModel; derive it from one of them"
+    others = [*marked, *(name for name in _NOT_STATEFUL if getattr(model, name, None))]
+    kind = "SteppedModel" if is_stepped(model) else "SessionModel"
+    return f"a {kind} cannot have {', '.join(others)}" if others else None
 
 
 def _find_collation_fault(collation: object, model: type) -> str | None:

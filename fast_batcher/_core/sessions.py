@@ -13,6 +13,7 @@ from typing import Final
 
 from fast_batcher._core.queue import BatchPacker, RankedQueue, WorkAhead
 from fast_batcher._core.values import (
+    CALL_FAILED,
     Batch,
     EndSession,
     Rejection,
@@ -26,9 +27,6 @@ from fast_batcher.errors import BatcherClosedError, QueueFullError, SessionLostE
 
 # Sessions whose lengths are kept: enough for a mean, as many as of streams.
 MOST_LENGTHS: Final = 128
-
-# The reason for the end of the sessions of a failed batch.
-CALL_FAILED: Final = "a batch with a call of it has failed, so its state is unknown"
 
 # The workers of a queue, None for all.
 Slots = list[WorkerSlot] | None

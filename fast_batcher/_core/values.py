@@ -235,8 +235,8 @@ class SessionPlace:
         self.worker: int | None = None
         self.id = -1
         self.began_at = 0.0
-        # Whether its worker has computed a request of it. The worker makes a state for a request
-        # that comes before, and for no other.
+        # Whether its worker has answered a request of it. Without an answer it has no claim to its
+        # place.
         self.has_state = False
         # The moment at which it has been idle for its timeout.
         self.ends_at = inf
@@ -254,6 +254,10 @@ RETRYING: Final = 3
 
 # Name of the caller, or of its kind, whose requests are served in turn with those of other shares.
 Share = str | int | None
+
+
+# The reason for the end of the sessions of a failed batch.
+CALL_FAILED: Final = "a batch with a call of it has failed, so its state is unknown"
 
 
 class Request:
@@ -422,12 +426,9 @@ class Batch:
         size = len(self.requests)
         return moment - self.requests[self.id % size].arrival, size
 
-    def list_sessions(self) -> list[tuple[int, bool] | None]:
-        """Return for each request the id of its session, and whether the session has a state."""
-        sessions = [request.session for request in self.requests]
-        return [
-            None if session is None else (session.id, session.has_state) for session in sessions
-        ]
+    def list_sessions(self) -> list[int]:
+        """Return the ids of the requests' sessions: all requests of a batch have one, or none."""
+        return [request.session.id for request in self.requests if request.session is not None]
 
     def settle_open(self) -> list[Request]:
         """Settle the requests whose callers still wait, and return them."""

@@ -278,6 +278,7 @@ class WorkerHandle(ABC):
             is_stepped=self.model_spec.is_stepped,
             max_batch_cost=settings.max_batch_cost,
             idempotent=settings.idempotent,
+            name=self._name,
         )
 
     # Batches and orders; those to a dead worker are dropped.

@@ -177,7 +177,7 @@ class ModelActor:
             return self._channel.take_answer()
         self._model = loaded.model
         models = {**loaded.models, "infer": loaded.in_turn}
-        self._loop = BatchLoop(self._port, models, self._progress)
+        self._loop = BatchLoop(self._port, models, self._progress, settings.name)
         if settings.is_stepped:
             self._steps = make_step_loop(self._port, self._model, self._progress, settings)
         # One stage: each batch passes all of them before the next one begins. No files: those of

@@ -32,10 +32,10 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.sessions import CALL_FAILED
 from fast_batcher._core.stream_explanation import explain_streams
 from fast_batcher._core.values import (
     BATCHES_PER_WORKER,
+    CALL_FAILED,
     QUEUED,
     RETRYING,
     Batch,

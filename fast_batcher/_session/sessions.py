@@ -58,7 +58,7 @@ class BatchSession(Generic[InputT, OutputT]):
         Cancellation: safe at any time. A call that waits is as if it had not been made. One that
         runs may be computed: the session goes on behind it.
         """
-        deadline = None
+        deadline = limit = None
         if self._turn.locked():
             limit = self._find_timeout() if timeout is None else checked_timeout(timeout)
             deadline = None if limit is None else monotonic() + limit
@@ -66,8 +66,9 @@ class BatchSession(Generic[InputT, OutputT]):
             async with asyncio.timeout(None if deadline is None else deadline - monotonic()):
                 await self._turn.acquire()
         except TimeoutError:
-            text = "earlier calls of the session were not answered in time"
-            raise DeadlineExceededError(text) from None
+            raise DeadlineExceededError(
+                f"earlier calls of the session were not answered within timeout={limit} seconds"
+            ) from None
         try:
             return await self._call(value, timeout, deadline)
         finally:

@@ -38,7 +38,7 @@ from fast_batcher._transport.pickling import (
 )
 from fast_batcher._transport.progress import BEGUN, GPU_BYTES, TAKEN, WorkerProgress
 from fast_batcher._worker.model import CollatedModel, find_gpu, free_memory
-from fast_batcher._worker.states import Session, SessionInfer
+from fast_batcher._worker.states import SessionInfer
 from fast_batcher.errors import (
     ConfigurationError,
     InferenceError,
@@ -291,7 +291,7 @@ class BatchJob:
         self.batch_id = batch_id
         self.method = "infer"
         # The sessions of the requests, empty if none has one.
-        self.sessions: Sequence[Session] = ()
+        self.sessions: Sequence[int] = ()
         # The pickled context managers of the observers that follow the batch.
         self.contexts: Sequence[bytes] = ()
         # The inputs of the positions that have no error, in their order. The model takes the inputs
@@ -532,11 +532,14 @@ class BatchLoop:
         port: WorkerPort,
         models: Mapping[str, Any],
         progress: WorkerProgress,
+        name: str = "",
         *,
         copies: bool = False,
     ) -> None:
         self._port = port
         self._models = models
+        # Name of the batcher, for errors.
+        self._name = name
         # Whether outputs must not be views of an array that the model may fill again.
         self._copies = copies
         self._progress = progress.numbers
@@ -562,12 +565,16 @@ class BatchLoop:
                 return None
             infer = self._models["infer"]
             if isinstance(infer, SessionInfer):
-                infer.release([session_id])
+                infer.end(session_id)
 
     def compute(self, job: BatchJob) -> None:
-        """Call the model's method on a batch that has not failed."""
-        if job.failure is not None or job.is_skipped:
-            return
+        """Call the model's method on a batch, and end the sessions of a batch that has failed."""
+        if job.failure is None and not job.is_skipped:
+            self._call_method(job)
+        if job.failure is not None and isinstance(infer := self._models["infer"], SessionInfer):
+            infer.fail(job.sessions)
+
+    def _call_method(self, job: BatchJob) -> None:
         if self._is_skipped(job.batch_id):
             job.skip()
             return
@@ -607,7 +614,8 @@ class BatchLoop:
     def _infer_in(self, model: Any, job: BatchJob, inputs: list[Any]) -> Any:
         """Compute inputs with the states of their sessions."""
         if not isinstance(model, SessionInfer):
-            raise ConfigurationError("session() needs a model that is a SessionModel")
+            text = f"{self._name}: session() needs a SessionModel; derive the model's class from it"
+            raise ConfigurationError(text)
         positions = job.list_open(len(inputs))
         return model.infer_in([job.sessions[at] for at in positions], inputs)
 

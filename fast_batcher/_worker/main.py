@@ -146,6 +146,8 @@ class WorkerSettings(NamedTuple):
     # The highest total cost of the streams of a stepped model; whether they may begin again.
     max_batch_cost: float | None = None
     idempotent: bool = True
+    # Name of the batcher, for errors.
+    name: str = ""
 
 
 class Start(NamedTuple):
@@ -265,7 +267,7 @@ def load_and_serve(port: WorkerPort, progress: WorkerProgress, settings: WorkerS
     try:
         port.report_ready(loaded.times, stages.count, read_module_files(), loaded.start)
         copies = settings.copies_outputs or stages.count > 1
-        loop = BatchLoop(port, loaded.models, progress, copies=copies)
+        loop = BatchLoop(port, loaded.models, progress, settings.name, copies=copies)
         if settings.is_stepped:
             make_step_loop(port, loaded.model, progress, settings).run()
         elif stages.count > 1:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._core.values import CALL_FAILED
 from fast_batcher.errors import SessionLostError
 
 logger = logging.getLogger("fast_batcher.worker")
@@ -32,10 +33,6 @@ class LiveStates(dict[int, Any]):
             logger.exception("the model's leave() raised")
 
 
-# The session of a request, None for a request without one; and whether it has a state.
-Session = tuple[int, bool] | None
-
-
 class SessionInfer:
     """A `SessionModel` for the loop of the worker: `infer` with the states of sessions."""
 
@@ -43,21 +40,19 @@ class SessionInfer:
         self._model = model
         self.states = LiveStates(model)
         self.warmup_inputs = model.warmup_inputs
-        # Sessions for which `begin` has raised: their next calls try again.
-        self._without: set[int] = set()
+        # Sessions of failed batches, until the parent ends them: it may send further calls before.
+        self._failed: set[int] = set()
 
     def infer(self, inputs: list[Any]) -> Any:
         """Compute inputs that each have a state for this call alone."""
         return self.infer_in([None] * len(inputs), inputs)
 
-    def infer_in(self, sessions: Sequence[Session], inputs: list[Any]) -> list[Any]:
-        """Compute inputs with the states of their sessions.
-
-        If the model raises, the sessions of the batch end.
+    def infer_in(self, sessions: Sequence[int | None], inputs: list[Any]) -> list[Any]:
+        """Compute inputs with the states of their sessions; None is a state for one call alone.
 
         Returns:
-            Outputs, and an error for each input whose session has no state any more, or whose state
-            could not be made.
+            Outputs, and an error for each input whose session has failed, or whose state could not
+            be made.
         """
         outcomes: list[Any] = [None] * len(inputs)
         states: dict[int, Any] = {}
@@ -76,27 +71,26 @@ class SessionInfer:
                 outputs = list_outputs(found, len(states), "infer returned", copies=False)
                 for position, output in zip(states, outputs, strict=True):
                     outcomes[position] = output
-        except BaseException:
-            self.release([session[0] for session in sessions if session is not None])
-            raise
         finally:
             self.states.leave(alone)
         return outcomes
 
-    def _find(self, session: Session) -> Any:
-        """Return the state of a session, which begins now if it has none."""
+    def _find(self, session: int | None) -> Any:
+        """Return the state of a session, which begins now if it has none and has not failed."""
         if session is None:
             return self._model.begin()
-        session_id, has_state = session
-        if session_id not in self.states:
-            if has_state and session_id not in self._without:
-                raise SessionLostError("the worker has no state of this session")
-            self._without.add(session_id)
-            self.states[session_id] = self._model.begin()
-            self._without.discard(session_id)
-        return self.states[session_id]
+        if session in self._failed:
+            raise SessionLostError(f"the session has ended: {CALL_FAILED}")
+        if session not in self.states:
+            self.states[session] = self._model.begin()
+        return self.states[session]
 
-    def release(self, session_ids: Sequence[int]) -> None:
-        """Release the states of sessions that have ended."""
-        self._without.difference_update(session_ids)
-        self.states.release(session_ids)
+    def fail(self, sessions: Sequence[int]) -> None:
+        """Release the states of the sessions of a failed batch, and refuse their further calls."""
+        self._failed.update(sessions)
+        self.states.release(sessions)
+
+    def end(self, session: int) -> None:
+        """Release the state of a session that has ended, of which no further call comes."""
+        self._failed.discard(session)
+        self.states.release([session])

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from models.crashing import Bomb
 from models.ordinary import Slow
-from models.remembering import Diary, Framed, Halting, Line, Mixed, Unwilling
+from models.remembering import Diary, Framed, Held, Line, Mixed, Unwilling
 from sessions import PLACES, every_place, host_of, pids_of
 from waits import LIMIT, Gate, assert_balance, both_loops, call, one_loop, outcome, until
 
@@ -26,6 +27,7 @@ from fast_batcher import (
     QueueFullError,
     SessionLostError,
     SessionModel,
+    SteppedModel,
 )
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit
@@ -103,6 +105,40 @@ async def test_an_error_of_the_batch_ends_its_sessions_and_no_others(place: Any)
             assert await other.process_batched(Line("o", 2)) == ("o", 2, 1)
             assert await live(batcher) == 1
         assert await live(batcher) == 0
+
+
+@one_loop
+@every_place
+@pytest.mark.parametrize("has_state", [False, True])
+async def test_a_failed_call_loses_the_session_for_the_calls_behind_it(
+    place: Any, gate: Gate, has_state: bool
+) -> None:
+    """Its caller has left, and its worker has the next call when it fails."""
+    options = {**place, "max_batch_size": 1, "model_args": (gate.path,)}
+    async with DynBatcher(Held, **options) as batcher, batcher.session() as session:
+        if has_state:
+            assert await session.process_batched(Line("s", 1)) == ("s", 1, 1)
+        failing = asyncio.create_task(session.process_batched(Line("s", 2, "raise")))
+        visit = await gate.visit()
+        failing.cancel()
+        behind = asyncio.create_task(session.process_batched(Line("s", 3)))
+        await until(lambda: batcher.stats.batches == 2 + has_state)
+        visit.let_on()
+        with pytest.raises(SessionLostError, match="has failed"):
+            await behind
+        with pytest.raises(SessionLostError, match="has failed"):
+            await session.process_batched(Line("s", 4))
+        assert await live(batcher) == 0
+
+
+@one_loop
+@pytest.mark.parametrize("place", [{}, {"shared": True}], ids=["own", "shared"])
+async def test_a_session_begins_behind_an_unreadable_first_call(place: Any) -> None:
+    async with DynBatcher(Diary, **place) as batcher, batcher.session() as session:
+        unreadable: Any = Bomb("load task", "raise")
+        with pytest.raises(InferenceError, match="boom"):
+            await session.process_batched(unreadable)
+        assert await session.process_batched(Line("s", 1)) == ("s", 1, 1)
 
 
 @one_loop
@@ -202,7 +238,7 @@ async def test_a_session_that_ends_after_a_full_queue_frees_its_place(
         "max_queue_size": 1,
         "timeout": None,
     }
-    async with DynBatcher(Halting, **place, **limits, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(Held, **place, **limits, model_args=(gate.path,)) as batcher:
         session = batcher.session()
         running = asyncio.create_task(session.process_batched(Line("s", 1, "gate")))
         visit = await gate.visit()
@@ -312,7 +348,7 @@ async def test_the_wait_for_earlier_calls_counts() -> None:
     async with DynBatcher(Diary, model_args=(0.3,)) as batcher, batcher.session() as session:
         first = asyncio.create_task(session.process_batched(Line("s", 1)))
         await asyncio.sleep(0)
-        with pytest.raises(DeadlineExceededError, match="earlier calls"):
+        with pytest.raises(DeadlineExceededError, match=r"earlier calls .* timeout=0\.01 seconds"):
             await session.process_batched(Line("s", 2), timeout=0.01)
         assert await first == ("s", 1, 1)
         with pytest.raises(ConfigurationError, match="timeout"):
@@ -398,8 +434,9 @@ async def test_a_model_named_by_a_text() -> None:
     async with DynBatcher(name) as batcher:
         assert await speak(batcher, "s", 3) == 1
     other: Any = "models.ordinary:Slow"
-    async with DynBatcher(other, model_args=(0.0,)) as batcher, batcher.session() as session:
-        with pytest.raises(ConfigurationError, match="SessionModel"):
+    options: dict[str, Any] = {"model_args": (0.0,), "name": "mine"}
+    async with DynBatcher(other, **options) as batcher, batcher.session() as session:
+        with pytest.raises(ConfigurationError, match=r"mine: .* SessionModel; derive"):
             await session.process_batched(0)
 
 
@@ -428,6 +465,15 @@ def test_a_model_with_states_has_one_infer_with_two_arguments() -> None:
         async def begin(self) -> Any:  # type: ignore[override]
             return []
 
+    class Both(Diary, SteppedModel[Any, Any]):  # type: ignore[misc]
+        def join(self, inputs: list[Any]) -> list[Any]:
+            return inputs
+
+        def step(self, states: list[Any]) -> list[Any]:
+            return states
+
+    with pytest.raises(ConfigurationError, match=r"Both.*SteppedModel and a SessionModel; derive"):
+        DynBatcher(Both)
     with pytest.raises(ConfigurationError, match="exactly two arguments"):
         DynBatcher(Forgetful)
     with pytest.raises(ConfigurationError, match="begin is async"):

@@ -51,7 +51,7 @@ BUDGETS = {
     ),
     "sessions": (
         r"sessions\.py|_session/sessions\.py|_worker/states\.py|_core/sessions\.py",
-        360,
+        358,
     ),
     "independence": (r"_independence\.py", 93),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
@@ -60,7 +60,7 @@ BUDGETS = {
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
     # rules of the user's; 213 for shares; 129 for batches that are joined end to end; 24 for
     # the count of filled elements, which the worker alone knows.
-    "core": ("", 19_136),
+    "core": ("", 19_146),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

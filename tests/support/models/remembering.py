@@ -77,15 +77,15 @@ class Unwilling(Diary):
         return []
 
 
-class Halting(Diary):
-    """Waits at the gate with a call that says "gate"."""
+class Held(Diary):
+    """Waits at a gate before a batch that fails, or has a call that says "gate"."""
 
     def __init__(self, gate: str) -> None:
         super().__init__()
         self._gate = gate
 
     def infer(self, inputs: list[Line], states: list[list[Line]]) -> list[Any]:
-        if any(line.what == "gate" for line in inputs):
+        if not {"gate", "raise"}.isdisjoint(line.what for line in inputs):
             pass_gate(self._gate)
         return super().infer(inputs, states)
 
