@@ -2,22 +2,25 @@
 
 import os
 import re
-import shutil
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from html.parser import HTMLParser
 from inspect import isclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browsers import browser
 from paths import ROOT
 from programs import run_command
 
 import fast_batcher
 from benchmarks.batch_pictures import draw_all
 from benchmarks.limit_picture import PICTURE, draw_limits
+
+__all__ = ["browser"]
 
 pytest.importorskip("mkdocs")
 
@@ -127,22 +130,15 @@ def test_the_site_shows_every_public_class(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_meaning_of_each_setting_is_visible_on_a_phone(site: Site) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright's package is needed")
-    if (chromium := shutil.which("chromium")) is None:
-        pytest.skip("Chromium is needed: apt-get install chromium")
-    options = ["--no-sandbox"] if os.getuid() == 0 else []  # root may start no sandbox
-    with (
-        sync_api.sync_playwright() as playwright,
-        playwright.chromium.launch(executable_path=chromium, args=options) as browser,
-    ):
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.goto((site.folder / "settings" / "index.html").as_uri())
-        page.locator(".md-typeset__scrollwrap").first.wait_for()  # the theme has wrapped the tables
-        edges = page.evaluate(
-            "[...document.querySelectorAll('td:nth-child(4)')]"
-            ".map(cell => cell.getBoundingClientRect()).map(box => [box.left, box.right])"
-        )
+def test_meaning_of_each_setting_is_visible_on_a_phone(site: Site, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site.folder / "settings" / "index.html").as_uri())
+    page.locator(".md-typeset__scrollwrap").first.wait_for()  # the theme has wrapped the tables
+    edges = page.evaluate(
+        "[...document.querySelectorAll('td:nth-child(4)')]"
+        ".map(cell => cell.getBoundingClientRect()).map(box => [box.left, box.right])"
+    )
+    page.close()
     assert len(edges) > 40
     assert all(0 <= left < right <= 390 for left, right in edges)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,29 +9,16 @@ from typing import Any
 
 import httpx2
 import pytest
+from browsers import browser
 from servers import Server, get, post, serve
 from shared_hosts import Hosts, hosts
 from waits import LIMIT, measured
 
-__all__ = ["hosts", "serve"]
+__all__ = ["browser", "hosts", "serve"]
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright's package is needed")
 # A folder for screenshots to look at.
 SCREENSHOTS = os.environ.get("SCREENSHOTS", "")
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is needed: apt-get install chromium"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        # Root may start no sandbox.
-        options = ["--no-sandbox"] if os.getuid() == 0 else []
-        with playwright.chromium.launch(executable_path=CHROMIUM, args=options) as chromium:
-            yield chromium
+pytestmark = pytest.mark.slow
 
 
 class Page:

@@ -1,8 +1,6 @@
 """The example of streams: its endpoints behind a real server, and what its model writes."""
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 import torch
+from browsers import browser
 from paths import ROOT
 from programs import run_command
 from servers import run_server
@@ -19,6 +18,8 @@ from waits import LIMIT
 
 from examples.streams.app import app
 from examples.streams.decoder import CHARACTERS, Decoder, Prompt
+
+__all__ = ["browser"]
 
 pytestmark = pytest.mark.slow
 
@@ -85,20 +86,6 @@ def test_a_websocket_answers_one_message_after_the_other(written: str) -> None:
         with pytest.raises(WebSocketDisconnect) as caught:
             socket.receive_text()
         assert caught.value.code == 1007
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("needs apt-get install chromium")
-    options = ["--no-sandbox"] if os.getuid() == 0 else []  # root may start no sandbox
-    with (
-        sync_api.sync_playwright() as playwright,
-        playwright.chromium.launch(executable_path=path, args=options) as chromium,
-    ):
-        yield chromium
 
 
 def test_the_page_writes_in_a_browser(address: str, browser: Any) -> None:
