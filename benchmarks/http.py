@@ -78,6 +78,7 @@ class System:
     environment: str | None = None
     command: tuple[str, ...] = _UVICORN
     body: bytes = b'{"text": "a short input"}'
+    # Further variables of its environment.
     settings: tuple[tuple[str, str], ...] = ()
 
     @property

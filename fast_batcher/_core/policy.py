@@ -32,7 +32,12 @@ class Load(NamedTuple):
 
 # Seconds by which a hold ends before the batch would be late: timers fire late while the event loop
 # works. Source: the 99 % quantile of the loop's lag that the soaks allow.
-TIMER_LATENESS = 0.005
+_TIMER_LATENESS = 0.005
+
+
+def latest_start(deadline: float, seconds: float) -> float:
+    """Return the moment at which the hold of a batch that takes these seconds has to end."""
+    return deadline - seconds - _TIMER_LATENESS
 
 
 class Policy(ABC):
@@ -287,7 +292,8 @@ class AdaptivePolicy(Policy):
             until = self._plan(now, load)
             self._next_plan = now + self._alone / POINTS
         if until > now:
-            until = min(until, queue.earliest_deadline() - load.service.high(load.waiting + 1))
+            seconds = load.service.high(load.waiting + 1)
+            until = min(until, latest_start(queue.earliest_deadline(), seconds))
         if until > now:
             self._is_holding = True
             self._hold_until = until
@@ -438,8 +444,7 @@ class OwnPolicy(Policy):
         until = min(now + seconds, oldest.arrival + self._max_delay)
         if until <= now:
             return Release.WINDOW
-        seconds_needed = SAFETY * load.service.high(load.waiting) + TIMER_LATENESS
-        latest = queue.earliest_deadline() - seconds_needed
+        latest = latest_start(queue.earliest_deadline(), SAFETY * load.service.high(load.waiting))
         if latest <= now:
             return Release.DEADLINE
         self._held_until = min(until, latest)

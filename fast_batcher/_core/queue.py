@@ -407,7 +407,7 @@ class _Section:
         return islice(self._take_turns(reach, first), None if reach == inf else int(reach))
 
     def _take_turns(self, reach: float, first: Request) -> Iterator[Request]:
-        self.first()  # without the turns of requests that have left
+        self.first()  # this removes the turns of requests that have left
         turns = self._turns.copy()
         # Of each share that has begun: its balance after its next request, and its requests.
         begun: dict[Share, tuple[float, Request | None, Iterator[Request]]] = {}

@@ -19,7 +19,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any, Final
 
-from fast_batcher._core.policy import TIMER_LATENESS, Load, Policy
+from fast_batcher._core.policy import Load, Policy, latest_start
 from fast_batcher._core.prediction import (
     Backlog,
     BatchTimes,
@@ -430,6 +430,8 @@ class DeadlineBatches:
         self._methods = methods
         # Whether the queue may hold requests whose target comes from `max_latency`.
         self.has_set_targets = False
+        # Whether the waiting requests are held for more of them, although a worker is free.
+        self.is_held = False
         # Requests that `choose` has removed from the queue; the scheduler settles them.
         self.dropped: list[Request] = []
 
@@ -440,17 +442,17 @@ class DeadlineBatches:
             return inf
         times = self._times.by_size
         seconds = times.high(queue.size + 1) if times.is_known else 0.0
-        return oldest.target - seconds - TIMER_LATENESS
+        return latest_start(oldest.target, seconds)
 
     def choose(
-        self, now: float, slot: WorkerSlot, queue: RankedQueue, *, is_held: bool
+        self, now: float, slot: WorkerSlot, queue: RankedQueue
     ) -> tuple[list[Request], bool]:
         """Choose the next batch and drop late requests; return whether targets changed the choice.
 
         The batch stays in the queue. It is empty if it is to wait. What was held for more requests
         could be late by the hold alone, and is not dropped.
         """
-        if is_held:
+        if self.is_held and not slot.batches:
             return self._next(queue), False
         # A batch that was sent cannot be dropped any more, however long the one before it takes.
         if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
@@ -557,8 +559,6 @@ class Scheduler:
         self._methods = Methods(methods)
         is_ranked = is_grouped or len(methods) > 1 or ranks != (None, None, None)
         self.queue: Queue | SessionQueue = RankedQueue(packer) if is_ranked else RequestQueue()
-        # Whether a batch is held for more requests.
-        self._is_holding = False
         # The queue, once there are sessions.
         self._sessions: SessionQueue | None = None
         self._max_sessions = limits.max_sessions
@@ -929,11 +929,11 @@ class Scheduler:
             if self._sessions is not None:
                 actions += self._sessions.take_ended()
             held_until = self._dispatch(now, actions)
-            self._is_holding = held_until != inf
             if self._sessions is not None:  # some may have been placed
                 self._next_expiry = min(self._next_expiry, self._sessions.next_end)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
             actions.append(Fail(error, self.give_up()))
+        self._deadline_batches.is_held = held_until != inf
         wake_at = held_until if held_until < self.next_expiry else self.next_expiry
         return actions, None if wake_at == inf else wake_at
 
@@ -1028,9 +1028,7 @@ class Scheduler:
         """Choose the next batch, and expire requests that would be late; empty if it must wait."""
         if not isinstance(queue, RankedQueue):
             return queue.choose(size), release
-        requests, is_other = self._deadline_batches.choose(
-            now, slot, queue, is_held=self._is_holding
-        )
+        requests, is_other = self._deadline_batches.choose(now, slot, queue)
         if dropped := self._deadline_batches.dropped:
             rejection = self._admission.rejection_of_dropped(now, self.queue)
             actions += [Expire(late, ExpiryReason.UNREACHABLE, rejection) for late in dropped]

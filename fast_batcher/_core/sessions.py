@@ -192,7 +192,7 @@ class SessionQueue:
         """Take the places of new sessions back whose first requests were rejected after all."""
         for request in requests:
             session = request.session
-            if session is None or session.worker is None or session.has_state:
+            if session is None or session.worker is None or session.was_answered:
                 continue
             if not self._is_busy(session):  # with a call that its caller has left
                 self._leave(session.worker, session.id)
@@ -228,7 +228,7 @@ class SessionQueue:
         """Record that a worker has computed requests."""
         for request in batch.requests:
             if request.session is not None:
-                request.session.has_state = True
+                request.session.was_answered = True
                 self._use(now, request.session)
 
     # Ends.

@@ -222,9 +222,9 @@ class SessionPlace:
         "began_at",
         "end",
         "ends_at",
-        "has_state",
         "id",
         "timeout",
+        "was_answered",
         "worker",
     )
 
@@ -235,9 +235,8 @@ class SessionPlace:
         self.worker: int | None = None
         self.id = -1
         self.began_at = 0.0
-        # Whether its worker has answered a request of it. Without an answer it has no claim to its
-        # place.
-        self.has_state = False
+        # Whether its worker has answered a request of it; before that it has no claim to its place.
+        self.was_answered = False
         # The moment at which it has been idle for its timeout.
         self.ends_at = inf
         # The reason for its end, None while it lives.

@@ -9,28 +9,22 @@ from contextlib import ExitStack
 from random import Random
 
 import pytest
-import torch
 from paths import ROOT
 from servers import get, run_server
+from torch_threads import threads_as_before
 from websocket_client import WebSocketClient, open_websocket
 
 from benchmarks.sessions import TOLERANCE, find_differences
 from benchmarks.speakers import Plan, speak
 from examples.sessions.detector import FRAME_BYTES, Detector
 
+__all__ = ["threads_as_before"]
+
 pytestmark = pytest.mark.slow
 
 APP = "examples.sessions.app:app"
 # The frames of four speakers.
 VOICES = [[Random(9 * one + at).randbytes(FRAME_BYTES) for at in range(9)] for one in range(4)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    """The model limits the threads of the process that it is in: here that of the tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

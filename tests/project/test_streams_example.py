@@ -7,31 +7,23 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 from browsers import browser
 from paths import ROOT
 from programs import run_command
 from servers import run_server
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
+from torch_threads import threads_as_before
 from waits import LIMIT
 
 from examples.streams.app import app
 from examples.streams.decoder import CHARACTERS, Decoder, Prompt
 
-__all__ = ["browser"]
+__all__ = ["browser", "threads_as_before"]
 
 pytestmark = pytest.mark.slow
 
 ASKED: dict[str, str | int] = {"text": "Once upon a time", "length": 30, "seed": 7}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    """The model limits the threads of the process that it is in: here that of the tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

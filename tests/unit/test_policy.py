@@ -5,7 +5,6 @@ from math import inf, nan
 import pytest
 
 from fast_batcher._core.policy import (
-    TIMER_LATENESS,
     FixedPolicy,
     GreedyPolicy,
     Load,
@@ -84,7 +83,7 @@ class Rule:
         (2.0, None, 1.0, [inf], ARRIVAL + 3.0),
         (2.0, 2.5, 1.0, [inf], ARRIVAL + 2.5),
         (2.0, 1.0, 1.0, [inf], Release.WINDOW),
-        (2.0, None, 1.0, [ARRIVAL + 2.0], ARRIVAL + 1.8 - TIMER_LATENESS),
+        (2.0, None, 1.0, [ARRIVAL + 2.0], ARRIVAL + 1.795),
         (2.0, None, 1.0, [inf, ARRIVAL + 1.2], Release.DEADLINE),
         (inf, None, 1.0, [inf], inf),
         (0.0, None, 1.0, [inf], Release.IDLE),

@@ -198,9 +198,7 @@ def test_dropping_late_requests_takes_linear_time(others: int) -> None:
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            requests, _ = batches.choose(
-                1.0, WorkerSlot(0, 0, 2, has_stages=False), arrivals.queue, is_held=False
-            )
+            requests, _ = batches.choose(1.0, WorkerSlot(0, 0, 2, has_stages=False), arrivals.queue)
         finally:
             sys.setprofile(before)
         assert first in requests
