@@ -238,6 +238,16 @@ def test_a_hold_makes_no_request_late(lateness: float) -> None:
     assert (batch.requests, batch.release) == (requests, Release.DEADLINE)
 
 
+def test_a_hold_sends_no_second_batch_without_known_times() -> None:
+    """It was held for a free worker, and the second batch waits for a busy one."""
+    scheduler = make(FixedPolicy(10.0), max_batch_size=2, max_latency=3.0)
+    assert arrive(scheduler, 0.0) is None
+    requests = [Request("input", None) for _ in range(3)]
+    assert scheduler.submit(0.1, requests) == []
+    (batch,) = poll_batches(scheduler, 0.1)
+    assert len(batch.requests) == 2
+
+
 def test_too_short_deadline_is_late_or_rejected() -> None:
     """Fault F63."""
     scheduler = make(max_batch_size=2)
