@@ -7,15 +7,15 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class QueueSummary(NamedTuple):
-    """What waits while a worker is free. Durations are in seconds."""
+    """Waiting requests while a worker is free. Durations are in seconds."""
 
     # Waiting requests, fewer than `max_batch_size`.
     size: int
     max_batch_size: int
-    # For how long the oldest has waited.
+    # The time that the oldest has waited.
     waited: float
-    # From now to the target of the oldest, by `max_latency` or its own `timeout`; negative if it
-    # has passed, and infinite without one.
+    # The time from now to the target of the oldest, by `max_latency` or its own `timeout`; negative
+    # if it has passed, and infinite without one.
     until_target: float
     # Requests that workers have, and workers.
     running: int

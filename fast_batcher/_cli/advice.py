@@ -44,7 +44,7 @@ WARM_UP = 0.2
 # The share of the capacity that is the load for which workers are counted, and at which a setting
 # is judged.
 COMFORTABLE = 0.8
-# A real run is much worse than its prediction with so many times the 95 % quantile, or with such a
+# A real run is much worse than its prediction with this many times the 95 % quantile, or with this
 # share of its requests lost beyond the predicted one. Busy machines stay below both.
 WORSE, LOST_MORE = 2.0, 0.05
 # The share of the largest capacity with which a smaller batch is preferred.

@@ -409,7 +409,7 @@ class _Section:
     def _take_turns(self, reach: float, first: Request) -> Iterator[Request]:
         self.first()  # this removes the turns of requests that have left
         turns = self._turns.copy()
-        # Of each share that has begun: its balance after its next request, and its requests.
+        # The balance of each begun share after its next request, that request, and the others.
         begun: dict[Share, tuple[float, Request | None, Iterator[Request]]] = {}
         own = self.lanes.get(first.share)
         if own is not None and own.oldest() is first:

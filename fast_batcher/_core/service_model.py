@@ -127,7 +127,7 @@ class ServiceModel:
     def __init__(self, steps: tuple[int, ...] = ()) -> None:
         self.steps = steps
         self._count = 0
-        # By the exponent of their sizes, or by their step.
+        # The buckets, by the exponent of their sizes, or by their step.
         self._buckets: dict[float, _Bucket] = {}
         # The lines that are read, None when they must be computed again: at the latest with the
         # observation of this number.

@@ -393,7 +393,7 @@ def kill_process(process: ProcessIdentity, seconds: float = 0.0) -> bool:
     except OSError:  # it is not there, or there is no descriptor for it
         return False
     try:
-        # After the descriptor was opened, which stays with this process.
+        # The descriptor, which stays with this process, is open: so the process is compared now.
         if identify_process(process.pid) != process:
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)

@@ -240,7 +240,7 @@ class Pool:
         worker.is_serving = True
         self._tell(worker, "ready")
         is_restart = self.fleet.ready(monotonic(), worker)
-        # Before its predecessor is retired, so that there is a ready worker at every moment.
+        # This comes before its predecessor is retired: so a worker is ready at every moment.
         self._listener.worker_ready(worker, times, is_restart=is_restart)
         self._reconcile()
 
@@ -538,7 +538,7 @@ class Pool:
         self.is_closing = True
         self._cancel_timers()
         self._spawner.hold()
-        # Before the outboxes of the workers, which the copier thread reads.
+        # This comes before the outboxes of the workers are closed, which the copier thread reads.
         self._memory.close()
         # New requests wait in the queue instead of being sent to a worker that is ending.
         for worker in self._serving():

@@ -87,7 +87,7 @@ class JobThread:
 
     def hold(self) -> None:
         """Start no further job, and wait for the end of the current one."""
-        # Before the lock is taken: the thread may take it again for its next job.
+        # This is set before the lock is taken: the thread may take it again for its next job.
         self._is_held = True
         with self._lock:
             pass

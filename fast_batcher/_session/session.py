@@ -462,7 +462,7 @@ class LocalSession(Session):
         if self._is_stepped and self.settings.max_batch_cost is not None:
             worker.order(Order.COST, batch.id, batch.requests[0].cost)
         worker.compute(batch, contexts)
-        # While the worker wakes up.
+        # This is done while the worker wakes up.
         if not self._is_stepped:
             self._ledger.counters.count_batch(size, batch.release)
 

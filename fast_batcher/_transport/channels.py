@@ -90,7 +90,7 @@ class Kind:
     INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `pickling.ATOMS`
     INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
     INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
-    # Without a body, or with a number as a text. PING is answered with PONG.
+    # These have no body, or a number as a text. PING is answered with PONG.
     STOP, PING, COST, LEAVE, PAUSE, RESUME = Order
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     STAGED_INPUTS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)

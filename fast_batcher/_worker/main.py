@@ -106,7 +106,7 @@ def end_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
-    # For other systems, and after a change of credentials, which clears PR_SET_PDEATHSIG.
+    # Other systems need this, and a change of credentials, which clears PR_SET_PDEATHSIG.
     threading.Thread(target=_watch_parent, name="fast_batcher-watcher", daemon=True).start()
 
 

@@ -140,8 +140,8 @@ def construct(call: ModelCall, device: str | None = None, worker_index: int = 0)
     place = {"worker_index": worker_index} | ({} if device is None else {"device": device})
     try:
         instance = model.__new__(model, *args, **kwargs)
-        # Before `__init__`, which loads the weights. Not with `setattr`: a frozen dataclass refuses
-        # it, and a class may have a property `device` of its own, which stays.
+        # This precedes `__init__`, which loads the weights. `setattr` would not do: a frozen
+        # dataclass refuses it, and a class may have a property `device` of its own, which stays.
         getattr(instance, "__dict__", {}).update(place)
         instance.__init__(*args, **kwargs)
     except TypeError as error:
