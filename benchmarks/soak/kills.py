@@ -109,7 +109,7 @@ class Run:
         """Cancel a call, and add the chance that a worker has it by now."""
         if not task.done():
             scheduler = session_of(self.batcher).scheduler  # `stats` would cost too much
-            running = scheduler.workers.running
+            running = scheduler.running
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()
 

@@ -6,9 +6,10 @@ reads a clock. `Admission` rejects arrivals, `Retries` has the requests of lost 
 batches, and `DeadlineBatches` chooses batches whose requests meet their targets.
 
 The shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
-next event. Every accepted request leaves exactly once: through `batch_done`, `batch_raised`,
-`worker_lost`, `workers.withdraw`, `cancel`, `give_up`, `close`, or an `Expire` or `Fail` action;
-from then on its `is_settled` is True. An internal error does not change that: see `poll`.
+next event. After an event that it need not follow with `poll` at once, it asks `is_poll_due`. Every
+accepted request leaves exactly once: through `batch_done`, `batch_raised`, `worker_lost`,
+`withdraw`, `cancel`, `give_up`, `close`, or an `Expire` or `Fail` action; from then on its
+`is_settled` is True. An internal error does not change that: see `poll`.
 """
 
 from bisect import bisect_left
@@ -558,23 +559,25 @@ class Scheduler:
         methods = methods or [Method("infer", None, limits.max_batch_size)]
         self._methods = Methods(methods)
         is_ranked = is_grouped or len(methods) > 1 or ranks != (None, None, None)
-        self.queue: Queue | SessionQueue = RankedQueue(packer) if is_ranked else RequestQueue()
+        self._queue: Queue | SessionQueue = RankedQueue(packer) if is_ranked else RequestQueue()
         # The queue, once there are sessions.
         self._sessions: SessionQueue | None = None
         self._max_sessions = limits.max_sessions
-        self.workers = WorkerTable(limits)
+        self._workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
         self._times = BatchTimes(self._methods, packer)
         # The seconds of batches by their size, as far as they were learned.
         self.service = self._times.by_size
-        self._stream_times = StreamTimes(self.workers, limits.places)
-        parts = self._times, self.workers, self._retries, measure_size, self._stream_times
+        self._stream_times = StreamTimes(self._workers, limits.places)
+        parts = self._times, self._workers, self._retries, measure_size, self._stream_times
         self._admission = Admission(limits, *parts)
         self._deadline_batches = DeadlineBatches(self._times, self._methods)
         self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_request_id = self._next_batch_id = 0
         # Lower bound of the next expiry of a waiting request, as in the worker table.
         self._next_expiry = inf
+        # The moment of the next `poll` that the shell knows.
+        self._wake_at = inf
         # Errors while learning from answers; the next `poll` reports them.
         self._learning_errors: list[Action] = []
         # True after `close`: no request is left, and none is accepted.
@@ -583,7 +586,52 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of requests in the queue or waiting for a retry."""
-        return self.queue.size + sum(1 for _ in self._retries)
+        return self._queue.size + sum(1 for _ in self._retries)
+
+    @property
+    def queue_size(self) -> int:
+        """Number of requests in the queue."""
+        return self._queue.size
+
+    @property
+    def running(self) -> int:
+        """Number of requests on workers or being copied out, whose callers still wait."""
+        return self._workers.running
+
+    @property
+    def ready_count(self) -> int:
+        """Workers that have loaded their model, are alive, and are neither stalled nor retired."""
+        return self._workers.ready_count
+
+    @property
+    def idle_workers(self) -> list[int]:
+        """Workers without a batch, retired ones included."""
+        return [slot.id for slot in self._workers.slots.values() if not slot.batches]
+
+    def count_live(self, places: int) -> int:
+        """Return the number of streams that have a place, with `places` in each worker."""
+        return sum([min(len(slot.batches), places) for slot in self._workers.slots.values()])
+
+    def list_batches(self) -> list[Batch]:
+        """Return the batches on workers and the batches that are being copied out."""
+        return [*self._workers.all_batches()]
+
+    def find(self, worker: int, batch_id: int) -> Batch | None:
+        """Return this worker's batch with this id, or None."""
+        return self._workers.find(worker, batch_id)
+
+    def is_running(self, batch: Batch) -> bool:
+        """Return whether a worker has this batch."""
+        return self._workers.batches.get(batch.id) is batch
+
+    def index_of(self, worker: int) -> int | None:
+        """Return a worker's position among the batcher's workers; None without such a worker."""
+        slot = self._workers.slots.get(worker)
+        return None if slot is None else slot.index
+
+    def batches_of(self, worker: int) -> list[Batch]:
+        """Return the batches of a worker, oldest first."""
+        return [*self._workers.slots[worker].batches]
 
     @property
     def padding(self) -> float:
@@ -599,13 +647,16 @@ class Scheduler:
     def next_expiry(self) -> float:
         """Lower bound of the next expiry; before it `poll` need not be called for expiries."""
         # A comparison is faster than `min`, which takes 0.07 us; here and below.
-        waiting, running = self._next_expiry, self.workers.next_expiry
+        waiting, running = self._next_expiry, self._workers.next_expiry
         return waiting if waiting < running else running
 
     @property
     def is_poll_due(self) -> bool:
-        """Whether `poll` may have something to do after a batch was answered."""
-        return bool(self.queue.size or self._retries.groups or self._learning_errors)
+        """Whether an event has left `poll` something to do, or an earlier moment to return."""
+        known, workers = self._wake_at, self._workers
+        is_earlier = self._next_expiry < known or workers.next_expiry < known
+        has_work = self._queue.size or self._retries.groups or workers.deserted
+        return bool(is_earlier or has_work or self._learning_errors)
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -618,9 +669,9 @@ class Scheduler:
         For a model that answers in steps: the seconds until the next stream has a place.
         """
         if self._is_stepped:
-            return self._stream_times.predict(now)(self.queue.size)
-        slots = [slot for slot in self.workers.assignable if not slot.is_stalled]
-        return self._times.seconds_of_backlog(now, slots, self.queue.size, self.queue.cost)
+            return self._stream_times.predict(now)(self._queue.size)
+        slots = [slot for slot in self._workers.assignable if not slot.is_stalled]
+        return self._times.seconds_of_backlog(now, slots, self._queue.size, self._queue.cost)
 
     @property
     def full_batch(self) -> tuple[float, int] | None:
@@ -633,7 +684,7 @@ class Scheduler:
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one of them."""
-        admission, queue = self._admission, self.queue
+        admission, queue = self._admission, self._queue
         if admission.has_shares and request is not None and not isinstance(queue, RequestQueue):
             own = queue.held_by(request.share)
             if not admission.has_room_in_share(own + count - 1, queue.size + count - 1):
@@ -655,13 +706,15 @@ class Scheduler:
         if are_named:
             self.rank_requests()
         if self._sessions is None:
-            accepted, rejected = self._admission.admit(now, requests, self.queue)
+            accepted, rejected = self._admission.admit(now, requests, self._queue)
         else:
             accepted, rejected = self._admit_sessions(now, requests, self._sessions)
         if not accepted:
             return rejected
         if self._policy.learns:
-            self._policy.arrived(now, len(accepted), not (self.queue.size or self.workers.batches))
+            self._policy.arrived(
+                now, len(accepted), not (self._queue.size or self._workers.batches)
+            )
         # No call below can raise: either all requests are enqueued, or none.
         deadline = now + self._timeout
         for request_id, request in enumerate(accepted, self._next_request_id):
@@ -670,7 +723,7 @@ class Scheduler:
             if not (are_named and request.has_explicit_deadline):
                 request.deadline = deadline
         self._next_request_id += len(accepted)
-        self.queue.extend(accepted)
+        self._queue.extend(accepted)
         earliest = min(map(_deadline, accepted)) if are_named else deadline
         self._next_expiry = min(self._next_expiry, earliest)
         return rejected
@@ -689,15 +742,15 @@ class Scheduler:
 
         Return False if it has ended, or its batch was answered and the shell is about to settle it.
         """
-        is_answered = request.phase == SENT and request.batch_id not in self.workers.batches
+        is_answered = request.phase == SENT and request.batch_id not in self._workers.batches
         if is_answered or not settle(request):
             return False
         if request.phase == QUEUED:
-            self.queue.discard(request)
-            if not self.queue.size:
+            self._queue.discard(request)
+            if not self._queue.size:
                 self._policy.end_hold()
         elif request.phase != RETRYING:
-            self.workers.caller_gone(request)
+            self._workers.caller_gone(request)
         return True
 
     def reconfigure(self, limits: Limits, policy: Policy | None) -> None:
@@ -722,19 +775,19 @@ class Scheduler:
         """
         if share is not None:
             self._admission.has_shares = True
-        if isinstance(self.queue, RequestQueue):
-            waiting = list(self.queue)
-            self.queue = RankedQueue(self._packer)
-            self.queue.extend(waiting)
+        if isinstance(self._queue, RequestQueue):
+            waiting = list(self._queue)
+            self._queue = RankedQueue(self._packer)
+            self._queue.extend(waiting)
 
     # Sessions.
 
     def use_sessions(self) -> None:
         """Take requests of sessions from now on."""
         self.rank_requests()
-        if isinstance(self.queue, RankedQueue):
+        if isinstance(self._queue, RankedQueue):
             most, packer = self._max_sessions, self._packer
-            self.queue = self._sessions = SessionQueue(self.workers, most, self.queue, packer)
+            self._queue = self._sessions = SessionQueue(self._workers, most, self._queue, packer)
 
     @property
     def session_count(self) -> int:
@@ -754,15 +807,19 @@ class Scheduler:
         """
         return [] if self._sessions is None else self._sessions.end_batch(now, batch)
 
-    def retire(self, worker: int, ends_at: float) -> list[Request]:
+    def retire(self, worker: int, ends_at: float = inf) -> list[Request]:
         """Give a worker no more batches, and end its sessions; see `WorkerTable.retire`.
 
         Returns the waiting requests of the sessions, which are settled.
         """
-        self.workers.retire(worker, ends_at)
+        self._workers.retire(worker, ends_at)
         if self._sessions is None:
             return []
         return self._sessions.end_all("its worker was replaced, or is not needed any more", worker)
+
+    def device_lost(self, worker: int) -> None:
+        """Give a worker that cannot continue no more batches; `worker_lost` follows."""
+        self._workers.retire(worker)
 
     def begin_drain(self) -> None:
         """Reject further requests; queued ones leave as soon as workers are free."""
@@ -781,11 +838,11 @@ class Scheduler:
 
         `allowed` are the allowed batch sizes of the model's methods, by name.
         """
-        self.workers.add(worker, index, stages)
+        self._workers.add(worker, index, stages)
         if self._times.use_steps(allowed or {}):
             self.rank_requests()
         self._times.observe_warm_up(times)
-        self._times.price_warm_ups(list(self.queue))
+        self._times.price_warm_ups(list(self._queue))
 
     def worker_lost(
         self,
@@ -803,7 +860,7 @@ class Scheduler:
         failed: list[Request] = []
         poisonous: list[Request] = []
         # The youngest batch first: each is put before the others, so the oldest ends up first.
-        for batch in reversed(self.workers.remove(worker)):
+        for batch in reversed(self._workers.remove(worker)):
             progress = BatchProgress.SENT
             if begun is not None and batch.id <= begun:
                 progress = BatchProgress.BEGUN
@@ -825,17 +882,17 @@ class Scheduler:
         The shell settles its requests, after `batch_raised` if `infer` raised. None if the worker
         does not have such a batch, and so breaks the protocol.
         """
-        batch = self.workers.find(worker, batch_id)
+        batch = self._workers.find(worker, batch_id)
         if batch is None:
             return None
-        slot = self.workers.slots[worker]
+        slot = self._workers.slots[worker]
         is_usual = slot.has_answered and batch.release is not RELEASE_RETRY
         seconds = now - slot.started_at if is_usual else None
         if self._is_stepped:
             self._stream_times.stream_leaves(now, slot, batch)
         else:
             batch.began_at = slot.started_at
-        self.workers.take_back(now, batch)
+        self._workers.take_back(now, batch)
         if not (has_raised or self._is_stepped):
             try:
                 self._learn(now, batch, seconds)
@@ -852,7 +909,7 @@ class Scheduler:
         if seconds is not None and (self._policy.learns or self._times.is_wanted):
             self._times.observe(batch, seconds)
         if self._policy.learns:
-            self._policy.batch_done(now, len(batch.requests), self._load(self.queue))
+            self._policy.batch_done(now, len(batch.requests), self._load(self._queue))
         else:
             self._policy.batch_skipped()
         self._methods.of(batch.requests[0].group).size_cap.went_well(len(batch.requests))
@@ -880,15 +937,53 @@ class Scheduler:
         self._next_expiry = min(self._next_expiry, batch.deadline)
         return self._retries.after_eviction(batch)
 
+    def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> list[Request]:
+        """Remove requests that could not be sent from a batch; return the settled ones.
+
+        An empty batch is removed from its worker, too.
+        """
+        return self._workers.withdraw(now, batch, requests)
+
+    def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
+        """Restart the time of a worker's first batch; see `WorkerTable.not_sent_yet`."""
+        self._workers.not_sent_yet(now, worker, begun)
+
+    def begin_copy_out(self, batch: Batch) -> None:
+        """Record that an answered batch's output is being copied; see `WorkerTable`."""
+        self._workers.begin_copy_out(batch)
+
+    def end_copy_out(self, batch: Batch) -> bool:
+        """Record that a batch's output has been copied out; return False after `close`."""
+        return self._workers.end_copy_out(batch)
+
+    # Streams.
+
+    def stepped(
+        self, now: float, worker: int, streams: list[Batch], costs: Mapping[int, float]
+    ) -> None:
+        """Record that a worker has sent chunks of streams, and new costs by batch id."""
+        self._workers.note_step(now, worker, streams)
+        self._workers.note_costs(worker, costs)
+
+    def pause(self, batch: Batch) -> None:
+        """Record that a stream is left out of the steps, because its caller does not read."""
+        self._workers.pause(batch)
+
+    def resume(self, now: float, batch: Batch) -> None:
+        """Record that a stream takes part in the steps again."""
+        self._workers.resume(now, batch)
+
+    # Ends.
+
     def give_up(self) -> list[Request]:
         """Settle and return every waiting request; running batches are not affected."""
         dropped = self._deadline_batches.dropped
-        given_up = settle_open([*self.queue, *self._retries, *dropped])
+        given_up = settle_open([*self._queue, *self._retries, *dropped])
         if self._sessions is not None:
             self._sessions.clear()
         else:
-            is_ranked = isinstance(self.queue, RankedQueue)
-            self.queue = RankedQueue(self._packer) if is_ranked else RequestQueue()
+            is_ranked = isinstance(self._queue, RankedQueue)
+            self._queue = RankedQueue(self._packer) if is_ranked else RequestQueue()
         self._retries.groups.clear()
         dropped.clear()
         return given_up
@@ -900,14 +995,14 @@ class Scheduler:
         self.give_up()
         if self._sessions is not None:
             self._sessions.end_all("the batcher was closed")
-        self.workers.clear()
+        self._workers.clear()
         self._next_expiry = inf
         return rest
 
     def open_requests(self) -> list[Request]:
         """Return every request, waiting or running, whose caller still waits."""
-        running = chain.from_iterable(batch.requests for batch in self.workers.all_batches())
-        requests = (*self.queue, *self._retries, *running)
+        running = chain.from_iterable(batch.requests for batch in self._workers.all_batches())
+        requests = (*self._queue, *self._retries, *running)
         return [request for request in requests if not request.is_settled]
 
     def poll(
@@ -922,10 +1017,10 @@ class Scheduler:
         actions, self._learning_errors = self._learning_errors, []
         held_until = inf
         try:
-            if self._next_expiry <= now or self.workers.next_expiry <= now:
+            if self._next_expiry <= now or self._workers.next_expiry <= now:
                 self._expire(now, actions, has_read=has_read, answering=answering)
-            if self.workers.deserted:
-                actions += self.workers.take_deserted()
+            if self._workers.deserted:
+                actions += self._workers.take_deserted()
             if self._sessions is not None:
                 actions += self._sessions.take_ended()
             held_until = self._dispatch(now, actions)
@@ -935,35 +1030,36 @@ class Scheduler:
             actions.append(Fail(error, self.give_up()))
         self._deadline_batches.is_held = held_until != inf
         wake_at = held_until if held_until < self.next_expiry else self.next_expiry
+        self._wake_at = wake_at
         return actions, None if wake_at == inf else wake_at
 
     def _expire(
         self, now: float, actions: list[Action], *, has_read: bool, answering: Collection[int]
     ) -> None:
         """Expire late requests: first waiting, then running ones."""
-        reason = ExpiryReason.WAITING if self.workers.ready_count else ExpiryReason.NOT_READY
+        reason = ExpiryReason.WAITING if self._workers.ready_count else ExpiryReason.NOT_READY
         late = settle_open([request for request in self._retries if request.deadline <= now])
-        late += self.queue.pop_expired(now)
+        late += self._queue.pop_expired(now)
         actions += [Expire(request, reason) for request in late]
-        actions += self.workers.expire(now, has_read=has_read, answering=answering)
-        self._next_expiry = min([self.queue.earliest_deadline(), *map(_deadline, self._retries)])
+        actions += self._workers.expire(now, has_read=has_read, answering=answering)
+        self._next_expiry = min([self._queue.earliest_deadline(), *map(_deadline, self._retries)])
         if self._sessions is not None:
             self._sessions.expire(now)
 
     def _dispatch(self, now: float, actions: list[Action]) -> float:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
         # Retries go first, to idle workers. The size cap may have fallen below the group's size.
-        while self._retries.groups and (slot := self.workers.find_for_retry()) is not None:
+        while self._retries.groups and (slot := self._workers.find_for_retry()) is not None:
             group = self._retries.take(self._methods)
             if group is None:
                 break
             requests, until = group
-            self._send(now, slot, requests, Release.RETRY, self.queue.size, actions, until)
-        if not isinstance(self.queue, SessionQueue):
-            return self._dispatch_from(now, self.queue, None, actions)
-        self.queue.place_waiting(now)
+            self._send(now, slot, requests, Release.RETRY, self._queue.size, actions, until)
+        if not isinstance(self._queue, SessionQueue):
+            return self._dispatch_from(now, self._queue, None, actions)
+        self._queue.place_waiting(now)
         held_until = inf
-        for queue, slots in self.queue.list_queues():
+        for queue, slots in self._queue.list_queues():
             held_until = min(held_until, self._dispatch_from(now, queue, slots, actions))
         return held_until
 
@@ -972,7 +1068,7 @@ class Scheduler:
     ) -> float:
         """Dispatch batches of a queue to its workers, as `_dispatch` does."""
         while queue.size:
-            slot = self.workers.least_loaded(inf, slots)
+            slot = self._workers.least_loaded(inf, slots)
             if slot is None:
                 break
             size = self._methods.of(queue.next_group).size_cap.size
@@ -1002,7 +1098,7 @@ class Scheduler:
         if (
             self._sessions is not None
             and self._policy.has_one_queue
-            and len(self.workers.slots) > 1
+            and len(self._workers.slots) > 1
         ):
             return RELEASE_IDLE
         decision = self._policy.decide(now, queue, self._load(queue))
@@ -1013,7 +1109,7 @@ class Scheduler:
 
     def _load(self, queue: Queue | SessionQueue) -> Load:
         method = self._methods.of(queue.next_group)
-        workers, size = self.workers, method.size_cap.size
+        workers, size = self._workers, method.size_cap.size
         return Load(queue.size, workers.running, len(workers.assignable), size, method.service)
 
     def _choose(
@@ -1030,7 +1126,7 @@ class Scheduler:
             return queue.choose(size), release
         requests, is_other = self._deadline_batches.choose(now, slot, queue)
         if dropped := self._deadline_batches.dropped:
-            rejection = self._admission.rejection_of_dropped(now, self.queue)
+            rejection = self._admission.rejection_of_dropped(now, self._queue)
             actions += [Expire(late, ExpiryReason.UNREACHABLE, rejection) for late in dropped]
             settle_open(dropped)
             dropped.clear()
@@ -1049,7 +1145,7 @@ class Scheduler:
         """Make a batch, assign it to a worker, and add its `Dispatch` action."""
         batch_id = self._next_batch_id
         # A `RequestQueue` is in the order of deadlines.
-        is_ordered = isinstance(self.queue, RequestQueue)
+        is_ordered = isinstance(self._queue, RequestQueue)
         deadline = requests[0].deadline if is_ordered else min(map(_deadline, requests))
         batch = Batch(batch_id, slot.id, requests, release, deadline, len(requests), now)
         self._next_batch_id += 1
@@ -1058,5 +1154,5 @@ class Scheduler:
         for request in requests:
             request.phase = SENT
             request.batch_id = batch_id
-        self.workers.give(now, slot, batch)
+        self._workers.give(now, slot, batch)
         actions.append(Dispatch(batch))

@@ -100,18 +100,9 @@ class WorkerTable:
         return [slot for slot in self.slots.values() if not slot.is_retired]
 
     @property
-    def idle_workers(self) -> list[int]:
-        """Workers without a batch, retired ones included."""
-        return [slot.id for slot in self.slots.values() if not slot.batches]
-
-    @property
     def running(self) -> int:
         """Number of requests on workers or being copied out, whose callers still wait."""
         return sum([batch.open_count for batch in self.all_batches()])
-
-    def count_live(self, places: int) -> int:
-        """Return the number of streams that have a place, with `places` in each worker."""
-        return sum([min(len(slot.batches), places) for slot in self.slots.values()])
 
     def all_batches(self) -> Iterator[Batch]:
         """Iterate over the batches on workers and the batches that are being copied out."""

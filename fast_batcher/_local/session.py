@@ -409,7 +409,7 @@ class FunctionSession:
                 # The queue is ranked from the first such call on: ranks cost every request some
                 # microseconds.
                 self._scheduler.rank_requests()
-            waiting = self._scheduler.queue.size
+            waiting = self._scheduler.queue_size
             room = 0 if self._is_closing else self._most_waiting - waiting
             for requests in calls:
                 if len(accepted) + len(requests) <= room:
@@ -551,7 +551,7 @@ class FunctionSession:
         is_lost = self.loop is not None and not self.loop.is_running()
         with self._lock:
             self._is_closing = True
-            running = [*self._scheduler.workers.all_batches()] if is_lost else []
+            running = self._scheduler.list_batches() if is_lost else []
             unanswered: list[Request] = []
             if is_lost:
                 unanswered = self._scheduler.close()
@@ -580,7 +580,7 @@ class FunctionSession:
             scheduler = self._scheduler
             # The worker is idle only if no request waits and no batch runs, including batches whose
             # callers have all gone.
-            is_done = scheduler.is_closed or scheduler.workers.idle_workers
+            is_done = scheduler.is_closed or scheduler.idle_workers
             if not is_done or self._has_ended:
                 return
             self._has_ended = True

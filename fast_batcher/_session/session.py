@@ -394,6 +394,11 @@ class LocalSession(Session):
         else:
             self._read_and_advance()
 
+    def _run_if_due(self) -> None:
+        """Let a run follow an event, which may have brought the next expiry forward."""
+        if self.scheduler.is_poll_due:
+            self.run_soon()
+
     def _read_and_advance(self) -> None:
         """Read all arrived answers, then advance.
 
@@ -403,7 +408,7 @@ class LocalSession(Session):
         answering = self.pool.read_all()
         now = monotonic()
         for worker, begun in self.pool.find_sending():
-            self.scheduler.workers.not_sent_yet(now, worker, begun)
+            self.scheduler.not_sent_yet(now, worker, begun)
         for worker in answering:
             self._answering[worker] = now + REST_OF_ANSWER
         self._answering = {
@@ -471,16 +476,18 @@ class LocalSession(Session):
             error = self._reports.expiry_error(action)
             self._ledger.expire(action.request, error, str(action.reason))
         elif isinstance(action, Stall):
-            slot = self.scheduler.workers.slots.get(action.worker)
-            if slot is not None:  # an observer may have closed the batcher in this turn
-                self._reports.log_stall(slot.index)
+            index = self.scheduler.index_of(action.worker)
+            if index is not None:  # an observer may have closed the batcher in this turn
+                self._reports.log_stall(index)
         elif isinstance(action, Skip):
             self.pool.workers[action.batch.worker].skip(action.batch.id)
         elif isinstance(action, EndSession):
             self._release_state(action)
         elif isinstance(action, Replace):
             self.pool.replace(action.worker)
-            self._reports.log_infer_timeout(self.scheduler.workers.slots[action.worker].index)
+            index = self.scheduler.index_of(action.worker)
+            assert index is not None, "it has a batch"
+            self._reports.log_infer_timeout(index)
         else:
             to_error = self._ledger.internal_error(action.error)
             for request in action.requests:
@@ -503,10 +510,10 @@ class LocalSession(Session):
 
     def inputs_unsendable(self, batch: Batch, unsendable: Unsendable) -> None:
         """Fail requests whose input cannot be sent; the worker gets the others."""
-        if self.scheduler.workers.find(batch.worker, batch.id) is not batch:
+        if not self.scheduler.is_running(batch):
             return  # the worker was lost while the batch was being sent
         errors = dict(unsendable)
-        for request in self.scheduler.workers.withdraw(monotonic(), batch, list(errors)):
+        for request in self.scheduler.withdraw(monotonic(), batch, list(errors)):
             self._ledger.fail(request, errors[request], "not sendable")
         if not batch.requests:
             self._observers.lose([batch], "not sendable")
@@ -533,7 +540,7 @@ class LocalSession(Session):
         self, worker: int, batch_id: int, seconds: float, how: Failed, fail: Callable[[], Failure]
     ) -> None:
         """Try the requests of a batch again, or fail them."""
-        found = self.scheduler.workers.find(worker, batch_id)
+        found = self.scheduler.find(worker, batch_id)
         if found is not None and how is Failed.FATAL and self.settings.mps:
             # Another worker of the GPU may have caused it: the batch is lost with its worker.
             self._end_device(found, fail().error)
@@ -599,7 +606,7 @@ class LocalSession(Session):
         """Copy a large answer in a thread, then settle its batch."""
 
         def finish(_: BaseException | None) -> None:
-            if self.scheduler.workers.end_copy_out(batch):
+            if self.scheduler.end_copy_out(batch):
                 try:
                     # An error of the copy is raised again by the reading.
                     self._settle(batch, batch.requests, answer.__call__)
@@ -607,7 +614,7 @@ class LocalSession(Session):
                     self.pool.kill_on_protocol_error(batch.worker, error)
                     self._notice_drained()
 
-        self.scheduler.workers.begin_copy_out(batch)
+        self.scheduler.begin_copy_out(batch)
         self.memory.run_in_thread(answer.copy, finish)
 
     def _after_failure(self, batch: Batch, how: Failed) -> list[Request]:
@@ -629,7 +636,7 @@ class LocalSession(Session):
     def _end_device(self, batch: Batch, error: BaseException | None = None) -> None:
         """Replace the worker of a batch, which has lost its device."""
         self._reports.log_fatal_error(batch.worker_index, error)
-        self.scheduler.workers.retire(batch.worker)
+        self.scheduler.device_lost(batch.worker)
         self.pool.kill(batch.worker)
 
     def _reject_answer(self, batch_id: int) -> None:
@@ -646,7 +653,7 @@ class LocalSession(Session):
 
     def stepped(self, worker: int, step: Step, seconds: float, answer: Answer) -> None:
         """Give the requests of a step their chunks, and answer the streams that have ended."""
-        scheduler, find, now = self.scheduler, self.scheduler.workers.find, monotonic()
+        scheduler, find, now = self.scheduler, self.scheduler.find, monotonic()
         heard, ended, grown = step
         streams = [batch for found in heard if (batch := find(worker, found)) is not None]
         finished = [batch for found in ended if (batch := find(worker, found)) is not None]
@@ -660,12 +667,11 @@ class LocalSession(Session):
             _reject_count(len(outcomes), len(streams))
         for batch in finished:
             scheduler.batch_done(now, worker, batch.id)
-        scheduler.workers.note_step(now, worker, streams)
-        scheduler.workers.note_costs(worker, grown)
+        scheduler.stepped(now, worker, streams, grown)
         if scheduler.is_poll_due:
             # Newcomers travel while the worker computes its next step.
             self._advance(now)
-        self._ledger.complete_step(now, streams, outcomes, seconds, scheduler.queue.size)
+        self._ledger.complete_step(now, streams, outcomes, seconds, scheduler.queue_size)
         failures = self._give_chunks(streams, outcomes)
         for batch in finished:
             outcome = failures.get(batch.id, batch.chunks or [])
@@ -686,9 +692,9 @@ class LocalSession(Session):
                 self._ledger.fail(batch.requests[0], failures[batch.id].error, "failed")
                 self.run_soon()
         for batch in full:
-            if self.scheduler.workers.find(batch.worker, batch.id) is batch:  # it has not ended
+            if self.scheduler.is_running(batch):  # it has not ended
                 batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
-                self.scheduler.workers.pause(batch)
+                self.scheduler.pause(batch)
                 self.pool.workers[batch.worker].order(Order.PAUSE, batch.id)
         return failures
 
@@ -702,9 +708,10 @@ class LocalSession(Session):
         """Handle that a caller has read a chunk of a paused stream."""
         request = batch.requests[0]
         request.deadline = self._deadline_of(request)
-        if resumes and self.scheduler.workers.find(batch.worker, batch.id) is batch:
-            self.scheduler.workers.resume(monotonic(), batch)
+        if resumes and self.scheduler.is_running(batch):
+            self.scheduler.resume(monotonic(), batch)
             self.pool.workers[batch.worker].order(Order.RESUME, batch.id)
+            self._run_if_due()
 
     # Other calls.
 
@@ -714,9 +721,7 @@ class LocalSession(Session):
         if self.scheduler.cancel(request):
             waits = request.phase in (QUEUED, RETRYING)
             self._ledger.cancel(request, "waiting" if waits else "running")
-        self._wake_at(self.scheduler.next_expiry)
-        if self.scheduler.workers.deserted:
-            self.run_soon()
+        self._run_if_due()
         self._notice_drained()
 
     def begin_session(self) -> None:
@@ -756,8 +761,8 @@ class LocalSession(Session):
     @property
     def load(self) -> tuple[int, int, int]:
         """Numbers of ready workers, waiting requests and running requests."""
-        workers = self.scheduler.workers
-        return workers.ready_count, self.scheduler.waiting, workers.running
+        scheduler = self.scheduler
+        return scheduler.ready_count, scheduler.waiting, scheduler.running
 
     def read_stats(self) -> BatcherStats:
         """Return a snapshot of the counts, the load, and the padding or the places of streams."""
@@ -765,11 +770,11 @@ class LocalSession(Session):
         if not self._is_stepped:
             count = self.scheduler.session_count
             return replace(stats, padding=self.scheduler.padding, sessions=count)
-        places, workers = self.settings.batch_limit, self.scheduler.workers
+        places, scheduler = self.settings.batch_limit, self.scheduler
         return replace(
             stats,
-            places=places * workers.ready_count,
-            live_streams=workers.count_live(places),
+            places=places * scheduler.ready_count,
+            live_streams=scheduler.count_live(places),
         )
 
     @property
@@ -833,11 +838,11 @@ class LocalSession(Session):
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """Retry the requests of a dead worker, or fail them."""
-        slot = self.scheduler.workers.slots.get(worker)
-        if slot is None:  # the scheduler was closed, and has forgotten its workers
+        index = self.scheduler.index_of(worker)
+        if index is None:  # the scheduler was closed, and has forgotten its workers
             return
-        lost = slot.batches
-        how = f"worker {slot.index} ended with {exit.text}"
+        lost = self.scheduler.batches_of(worker)
+        how = f"worker {index} ended with {exit.text}"
         if exit.begun is not None and not exit.is_ours:
             for batch in lost:
                 if batch.id <= exit.begun and not batch.open_count:
@@ -876,12 +881,11 @@ class LocalSession(Session):
         ends_at = monotonic() + self.settings.drain_timeout
         lost = self.scheduler.retire(worker, ends_at)
         self._fail_lost(lost, "its worker was replaced, or is not needed any more")
-        if self._is_stepped:
-            self._wake_at(ends_at)
+        self._run_if_due()
 
     def idle_workers(self) -> list[int]:
         """Return the ready workers without a batch."""
-        return self.scheduler.workers.idle_workers
+        return self.scheduler.idle_workers
 
     # Scaling.
 
@@ -915,7 +919,7 @@ class LocalSession(Session):
         counters, now = self._ledger.counters, monotonic()
         load = WorkerLoad(
             wanted=self.pool.fleet.count,
-            ready=self.scheduler.workers.ready_count,
+            ready=self.scheduler.ready_count,
             is_loading=self.pool.fleet.is_loading,
             is_failing=self.pool.fleet.is_failing,
             arrived=counters.submitted + self._rejected,
@@ -986,13 +990,13 @@ class LocalSession(Session):
 
     def _is_drained(self) -> bool:
         scheduler = self.scheduler
-        return not (scheduler.waiting or scheduler.workers.running or scheduler.session_count)
+        return not (scheduler.waiting or scheduler.running or scheduler.session_count)
 
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
         await self._wait_until_drained()
         if self._is_stepped:  # the worker would finish them, and a stream may have no end
-            for batch in [*self.scheduler.workers.all_batches()]:
+            for batch in self.scheduler.list_batches():
                 self.pool.workers[batch.worker].skip(batch.id)
         self._fail_open_requests()
         await self.pool.aclose()
@@ -1011,7 +1015,7 @@ class LocalSession(Session):
 
     def _fail_open_requests(self) -> None:
         self._submit_arrivals(monotonic())
-        self._observers.lose(self.scheduler.workers.all_batches(), "closed")
+        self._observers.lose(self.scheduler.list_batches(), "closed")
         self._fail(self.scheduler.close())
 
     def _fail(self, requests: list[Request]) -> None:

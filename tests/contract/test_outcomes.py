@@ -36,8 +36,8 @@ async def test_wrong_number_of_outcomes_breaks_the_protocol(count: int) -> None:
     async with DynBatcher(Waits, workers="threads") as batcher:
         calls = [asyncio.create_task(batcher.process_batched(number)) for number in range(2)]
         session = session_of(batcher)
-        await until(lambda: any(True for _ in session.scheduler.workers.all_batches()))
-        (batch,) = session.scheduler.workers.all_batches()
+        await until(session.scheduler.list_batches)
+        (batch,) = session.scheduler.list_batches()
         message = f"{count} outcomes came back for 2 requests"
         with pytest.raises(TransportError, match=message):
             session.answered(batch.worker, batch.id, 0.0, lambda: ["a"] * count)

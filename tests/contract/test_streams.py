@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import os
 import random
 import signal
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 from models.ordinary import Slow
 from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
-from sessions import PLACES, every_place, host_of
+from sessions import PLACES, every_place, host_of, session_of
 from streams import read, whole
-from waits import LIMIT, assert_balance, both_loops, one_loop, outcome, until
+from waits import LIMIT, SOON_IN_WORKER, assert_balance, both_loops, one_loop, outcome, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -207,6 +208,22 @@ async def test_infer_timeout_does_not_end_a_paused_worker(place: Any) -> None:
             await clock.process_batched(Plan("three seconds", 1))
         assert [chunk async for chunk in stream] == whole(Plan("long", 2000))
         assert batcher.stats.restarts == 0
+
+
+@one_loop
+async def test_infer_timeout_counts_again_when_a_paused_stream_is_read() -> None:
+    """No timer is set while all streams of the worker are paused."""
+    options: dict[str, Any] = {"infer_timeout": SOON_IN_WORKER, "stop_timeout": 0.2}
+    async with DynBatcher(Counter, model_args=(0.001,), timeout=None, **options) as batcher:
+        stream = await batcher.stream(Plan("hangs", ENDLESS, 2000, "hang"))
+        await until(lambda: is_full(stream))
+        session = session_of(batcher)
+        await until(lambda: session.scheduler.next_expiry == math.inf)
+        for count in range(1, 2000):
+            assert await anext(stream) == f"hangs:{count}"
+            assert session._is_scheduled or session._timer_at <= session.scheduler.next_expiry
+        with pytest.raises(DeadlineExceededError, match="infer_timeout"):
+            await anext(stream)
 
 
 @one_loop

@@ -15,6 +15,10 @@ import pytest
 from paths import ROOT
 from programs import run_command
 
+from fast_batcher._core.policy import GreedyPolicy
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Limits
+
 PACKAGE = "fast_batcher"
 
 # From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
@@ -266,6 +270,27 @@ def reachable_from(name: str) -> set[str]:
 def test_the_core_has_no_coroutines(name: str) -> None:
     kinds = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
     assert not [node for node in ast.walk(SOURCES[name].tree) if isinstance(node, kinds)]
+
+
+def test_the_scheduler_alone_changes_its_parts() -> None:
+    """Every event is a method of it, so that none can bring an expiry forward unseen."""
+    scheduler = Scheduler(GreedyPolicy(), Limits(max_batch_size=1, max_queue_size=1))
+    shown = {name for name in vars(scheduler) if not name.startswith("_")}
+    assert shown == {"is_closed", "service"}
+    shells = [source for source in SOURCES.values() if source.part != "_core"]
+    users = [
+        node
+        for source in shells
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("scheduler")
+    ]
+    assert "poll" in {node.attr for node in users}
+    for node in users:
+        is_read = isinstance(node.ctx, ast.Load)
+        assert is_read, f"{ast.unparse(node)} is assigned"
+        assert not node.attr.startswith("_"), ast.unparse(node)
+    parts = {"_core.workers", "_core.sessions"}
+    assert not {ours(target) for source in shells for target in source.imports()} & parts
 
 
 # The worker.

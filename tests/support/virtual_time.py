@@ -130,7 +130,7 @@ class World:
     @property
     def is_holding(self) -> bool:
         """Whether requests wait while a worker is free."""
-        return bool(self.scheduler.queue.size and self.scheduler.workers.idle_workers)
+        return bool(self.scheduler.queue_size and self.scheduler.idle_workers)
 
     def count_within(self, seconds: float, since: float = 0.0) -> int:
         """Requests that arrived from then on and were answered in time."""
@@ -190,7 +190,7 @@ class World:
         """A worker is never idle without a reason, and never for long."""
         scheduler = self.scheduler
         # A retired worker may be idle.
-        if not scheduler.queue.size or scheduler.workers.least_loaded(1) is None:
+        if not scheduler.queue_size or scheduler._workers.least_loaded(1) is None:
             self._held = None
             return
         if self._held is None:

@@ -122,7 +122,7 @@ def test_a_deadline_ends_the_hold() -> None:
     """Its batch takes its time too."""
     world = held(World(clients=8))
     # In time if it goes now, by a hair.
-    high = world.scheduler._times.by_size.high(world.scheduler.queue.size + 1)
+    high = world.scheduler._times.by_size.high(world.scheduler.queue_size + 1)
     request = Request("input", None, world.now + 1.0005 * high)
     request.target = inf  # the door asks for more than a hair
     assert world.scheduler.submit(world.now, [request]) == []
@@ -133,7 +133,7 @@ def test_a_deadline_ends_the_hold() -> None:
 def test_a_hold_whose_requests_have_gone_is_forgotten() -> None:
     world = held(World(clients=8))
     scheduler = world.scheduler
-    for request in list(scheduler.queue):
+    for request in list(scheduler._queue):
         assert world.is_holding
         scheduler.cancel(request)
     # Before the next poll, which comes no sooner than the hold would have ended.

@@ -294,7 +294,7 @@ def test_full_queue_error_has_time_to_drain() -> None:
     ((_, first),) = refused_at(scheduler, 0.0, 5)
     assert first.retry_after is None
     now = 0.0
-    while scheduler.waiting or scheduler.workers.running:
+    while scheduler.waiting or scheduler.running:
         for one in poll_batches(scheduler, now):
             now += linear(2)
             settle(scheduler, now, one)
@@ -326,7 +326,7 @@ def waiting(
         request.id = next(LATER_IDS)
         request.arrival = now
         request.target = now + request.value
-    scheduler.queue.extend(requests)
+    scheduler._queue.extend(requests)
     return requests
 
 

@@ -18,7 +18,7 @@ def test_arrivals_are_taken_all_or_not_at_all() -> None:
     requests = [Request(None, None) for _ in range(2)]
     with pytest.raises(IndexError):
         scheduler.submit(0.0, requests)
-    assert (scheduler.waiting, scheduler.workers.running) == (0, 0)
+    assert (scheduler.waiting, scheduler.running) == (0, 0)
     assert run(scheduler, 1.0, 2).id == 0
 
 
@@ -36,7 +36,7 @@ def test_raising_decision_fails_only_waiting_requests() -> None:
     assert told(actions) == [(policy.error, waiting)]
     assert all(request.is_settled for request in waiting)
     assert wake_at == 5.0
-    assert (scheduler.waiting, scheduler.workers.running) == (0, 2)
+    assert (scheduler.waiting, scheduler.running) == (0, 2)
     later = submit(scheduler, 2.0)
     (batch,) = poll_batches(scheduler, 2.0)
     assert batch.requests == later
@@ -118,7 +118,7 @@ def test_requests_end_once_if_forming_raises() -> None:  # noqa: C901  flat on p
                     has_raised = True
                     assert isinstance(action.error, ZeroDivisionError)
                     ended += action.requests
-            for slot in list(scheduler.workers.slots.values()):
+            for slot in list(scheduler._workers.slots.values()):
                 if slot.batches and now - slot.started_at >= len(slot.batches[0].requests):
                     ended += settle(scheduler, float(now), slot.batches[0])
                     assert len(set(map(id, ended))) == len(ended)

@@ -180,7 +180,7 @@ def test_retried_requests_keep_their_deadlines() -> None:
 def test_batches_of_retired_workers_are_kept() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0)
-    scheduler.workers.retire(0)
+    scheduler.retire(0)
     waiting = submit(scheduler, 0.0)
     assert scheduler.give_up() == waiting
     assert settle(scheduler, 1.0, batch) == batch.requests

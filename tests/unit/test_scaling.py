@@ -102,7 +102,7 @@ class Cluster:
         for _ in range(self.wanted, decision.workers):
             heappush(self._coming, now + self._loading)
         for _ in range(decision.workers, self.wanted):
-            self.scheduler.workers.retire(self._workers.pop())
+            self.scheduler.retire(self._workers.pop())
         self.wanted = decision.workers
 
     @property
@@ -225,14 +225,14 @@ def test_backlog_is_work_per_ready_worker() -> None:
     # Of five full batches and a half, two go to the worker and the rest waits.
     submit(scheduler, 0.0, 5 * SIZE + SIZE // 2)
     scheduler.poll(0.0)
-    assert scheduler.queue.size == 3 * SIZE + SIZE // 2
+    assert scheduler.queue_size == 3 * SIZE + SIZE // 2
     work = 5 * full + scheduler.service.median(SIZE / 2)
     assert scheduler.seconds_of_backlog(0.0) == pytest.approx(work)
     assert scheduler.seconds_of_backlog(0.3) == pytest.approx(work - 0.3)
     scheduler.worker_ready(0.3, 8)
     assert scheduler.seconds_of_backlog(0.3) == pytest.approx((work - 0.3) / 2)
     # A worker that leaves answers what it has, and nothing more.
-    scheduler.workers.retire(7)
+    scheduler.retire(7)
     assert scheduler.seconds_of_backlog(0.3) == pytest.approx(work - 2 * full)
 
 

@@ -35,7 +35,7 @@ def test_free_worker_takes_waiting_requests() -> None:
     assert batch.requests == requests
     assert (batch.id, batch.worker, batch.release) == (0, 0, Release.IDLE)
     assert [request.batch_id for request in requests] == [0, 0, 0]
-    assert (scheduler.waiting, scheduler.workers.running) == (0, 3)
+    assert (scheduler.waiting, scheduler.running) == (0, 3)
 
 
 def test_busy_worker_gets_a_full_second_batch() -> None:
@@ -165,7 +165,7 @@ def test_a_waiting_request_expires_at_its_deadline() -> None:
     assert told(actions) == [(ExpiryReason.WAITING, late)]
     assert wake_at is None
     assert late.is_settled
-    assert (scheduler.waiting, scheduler.workers.running) == (0, 1)
+    assert (scheduler.waiting, scheduler.running) == (0, 1)
     settle(scheduler, 12.0, busy)
     assert poll_batches(scheduler, 12.0) == []
 
@@ -177,7 +177,7 @@ def arriving(scheduler: Scheduler, now: float) -> Batch:
     """The batch that its worker has answered just now, and whose answer is not all here."""
     (batch,) = poll_batches(scheduler, now)
     assert scheduler.batch_done(now, 0, batch.id) is batch
-    scheduler.workers.begin_copy_out(batch)
+    scheduler.begin_copy_out(batch)
     return batch
 
 
@@ -185,12 +185,12 @@ def test_request_runs_until_answer_is_complete() -> None:
     scheduler = make()
     requests = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
-    assert scheduler.workers.running == 2
+    assert scheduler.running == 2
     assert scheduler.open_requests() == requests
-    assert scheduler.workers.idle_workers == [0]
-    assert scheduler.workers.end_copy_out(batch)
-    assert scheduler.workers.running == 0
-    assert not scheduler.workers.end_copy_out(batch)
+    assert scheduler.idle_workers == [0]
+    assert scheduler.end_copy_out(batch)
+    assert scheduler.running == 0
+    assert not scheduler.end_copy_out(batch)
 
 
 def test_a_worker_goes_on_while_its_answer_arrives() -> None:
@@ -199,10 +199,10 @@ def test_a_worker_goes_on_while_its_answer_arrives() -> None:
     batch = arriving(scheduler, 0.0)
     submit(scheduler, 1.0)
     (second,) = poll_batches(scheduler, 1.0)
-    assert scheduler.workers.find(0, batch.id) is None
+    assert scheduler.find(0, batch.id) is None
     assert scheduler.batch_done(1.0, 0, batch.id) is None
     assert settle(scheduler, 2.0, second) == second.requests
-    assert scheduler.workers.end_copy_out(batch)
+    assert scheduler.end_copy_out(batch)
 
 
 def test_no_request_expires_while_its_answer_arrives() -> None:
@@ -211,8 +211,8 @@ def test_no_request_expires_while_its_answer_arrives() -> None:
     batch = arriving(scheduler, 0.0)
     assert scheduler.poll(5.0) == ([], None)
     assert scheduler.poll(9.0) == ([], None)
-    assert (scheduler.workers.running, scheduler.workers.ready_count) == (2, 1)
-    assert scheduler.workers.end_copy_out(batch)
+    assert (scheduler.running, scheduler.ready_count) == (2, 1)
+    assert scheduler.end_copy_out(batch)
     assert not any(request.is_settled for request in requests)
 
 
@@ -221,8 +221,8 @@ def test_arriving_answer_survives_loss_of_worker() -> None:
     submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
     assert scheduler.worker_lost(0) == ([], [])
-    assert (scheduler.workers.running, scheduler.waiting) == (2, 0)
-    assert scheduler.workers.end_copy_out(batch)
+    assert (scheduler.running, scheduler.waiting) == (2, 0)
+    assert scheduler.end_copy_out(batch)
 
 
 def test_close_returns_requests_with_arriving_answers() -> None:
@@ -230,10 +230,10 @@ def test_close_returns_requests_with_arriving_answers() -> None:
     gone, stays = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
     scheduler.cancel(gone)
-    assert scheduler.workers.running == 1
+    assert scheduler.running == 1
     assert scheduler.close() == [stays]
-    assert scheduler.workers.running == 0
-    assert not scheduler.workers.end_copy_out(batch)
+    assert scheduler.running == 0
+    assert not scheduler.end_copy_out(batch)
 
 
 def test_overdue_worker_without_callers_is_not_ready() -> None:
@@ -246,7 +246,7 @@ def test_overdue_worker_without_callers_is_not_ready() -> None:
         (Stall, 0),
     ]
     assert wake_at is None
-    assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 0)
+    assert (scheduler.running, scheduler.ready_count) == (0, 0)
 
 
 def test_short_client_deadline_does_not_blame_worker() -> None:
@@ -255,13 +255,13 @@ def test_short_client_deadline_does_not_blame_worker() -> None:
     # It is looked again when the server's own limit is reached.
     actions, wake_at = scheduler.poll(0.05)
     assert told(actions) == [(ExpiryReason.RUNNING, batch.requests[0])]
-    assert (scheduler.workers.ready_count, wake_at) == (1, 30.0)
+    assert (scheduler.ready_count, wake_at) == (1, 30.0)
     # It is still given a full batch ahead.
     run(scheduler, 1.0)
     assert told(scheduler.poll(30.0)[0]) == [(Stall, 0)]
-    assert scheduler.workers.ready_count == 0
+    assert scheduler.ready_count == 0
     settle(scheduler, 31.0, batch)
-    assert scheduler.workers.ready_count == 1
+    assert scheduler.ready_count == 1
 
 
 def test_worker_with_waiting_callers_is_ready() -> None:
@@ -270,8 +270,7 @@ def test_worker_with_waiting_callers_is_ready() -> None:
     batch = run(scheduler, 0.0, deadline=50.0)
     assert scheduler.poll(5.0) == ([], 50.0)
     scheduler.cancel(batch.requests[0])
-    # There is no poll after it: the shell sets its timer by this.
-    assert scheduler.next_expiry == 5.0
+    assert scheduler.is_poll_due
     assert told(scheduler.poll(20.0)[0]) == [(Stall, 0)]
 
 
@@ -290,7 +289,7 @@ def test_overlong_batch_replaces_its_worker() -> None:
         (Replace, 0),
     ]
     assert wake_at is None
-    assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 0)
+    assert (scheduler.running, scheduler.ready_count) == (0, 0)
 
 
 def test_batch_time_starts_after_the_previous_batch() -> None:
@@ -314,7 +313,7 @@ def test_non_idempotent_requests_are_returned() -> None:
     assert all(request.is_settled for request in first.requests)
     # The worker had not begun with the second.
     assert not any(request.is_settled for request in second.requests)
-    assert (scheduler.workers.running, scheduler.waiting, scheduler.workers.ready_count) == (
+    assert (scheduler.running, scheduler.waiting, scheduler.ready_count) == (
         0,
         3,
         0,
@@ -325,7 +324,7 @@ def test_non_idempotent_requests_are_returned() -> None:
 def test_losing_unready_worker_changes_nothing() -> None:
     scheduler = make(workers=1)
     assert scheduler.worker_lost(7) == NOTHING
-    assert scheduler.workers.ready_count == 1
+    assert scheduler.ready_count == 1
 
 
 # Bytes.
@@ -514,14 +513,14 @@ def test_poll_is_due_after_answer_with_backlog() -> None:
 def test_late_batch_time_starts_when_sent() -> None:
     scheduler = make(infer_timeout=4.0)
     batch = run(scheduler, 0.0)
-    scheduler.workers.not_sent_yet(3.0, 0, begun=None)
+    scheduler.not_sent_yet(3.0, 0, begun=None)
     assert scheduler.poll(4.0) == ([], 7.0)
     # With stages the worker may have begun with later batches, too.
     for begun in (batch.id, batch.id + 1):
-        scheduler.workers.not_sent_yet(6.0, 0, begun=begun)
+        scheduler.not_sent_yet(6.0, 0, begun=begun)
     actions, _ = scheduler.poll(7.0)
     assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, batch.requests[0]), (Replace, 0)]
-    scheduler.workers.not_sent_yet(8.0, 0, begun=None)  # it is being replaced
+    scheduler.not_sent_yet(8.0, 0, begun=None)  # it is being replaced
     assert scheduler.poll(20.0)[0] == []
 
 
@@ -530,9 +529,9 @@ def test_events_of_removed_workers_change_nothing() -> None:
     batch = run(scheduler, 0.0, 2)
     assert scheduler.batch_done(1.0, 0, batch.id) is batch
     scheduler.cancel(batch.requests[0])
-    scheduler.workers.retire(7)
-    scheduler.workers.not_sent_yet(1.0, 7, begun=None)
-    assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 1)
+    scheduler.retire(7)
+    scheduler.not_sent_yet(1.0, 7, begun=None)
+    assert (scheduler.running, scheduler.ready_count) == (0, 1)
 
 
 @pytest.mark.parametrize(

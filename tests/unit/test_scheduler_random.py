@@ -311,11 +311,12 @@ class Schedule(RuleBasedStateMachine):
             (self.scheduler, self.twin), self.requests[number], strict=True
         ):
             scheduler.cancel(request)
-        # The shell sets its timer for it.
-        if self.scheduler.next_expiry < (inf if self.wake_at is None else self.wake_at):
-            self.wake_at = self.scheduler.next_expiry
         if number not in self.left:
             self.leave(number, "cancelled")
+        # No poll follows, unless the scheduler asks for one: the moment may have come forward.
+        if self.scheduler.next_expiry < (inf if self.wake_at is None else self.wake_at):
+            assert self.scheduler.is_poll_due
+            self.wake_at = self.scheduler.next_expiry
 
     @precondition(lambda self: len(self.workers) < self.options.num_workers)
     @rule(is_polled=usually)
@@ -423,8 +424,8 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data(), is_polled=usually)
     def worker_retired(self, data: st.DataObject, is_polled: bool) -> None:
         index = data.draw(st.sampled_from(sorted(self.workers)), label="worker")
-        self.scheduler.workers.retire(index)
-        self.twin.workers.retire(index)
+        self.scheduler.retire(index)
+        self.twin.retire(index)
         self.workers[index].is_retired = True
         self.end_turn(is_polled)
 
@@ -475,10 +476,10 @@ class Schedule(RuleBasedStateMachine):
         numbers = [request.id for request in one.batch.requests]
         gone = data.draw(st.lists(st.sampled_from(numbers), unique=True), label="gone")
         is_first = one is worker.batches[0]
-        twin_batch = self.twin.workers.find(one.batch.worker, one.batch.id)
+        twin_batch = self.twin.find(one.batch.worker, one.batch.id)
         assert twin_batch is not None
-        self.scheduler.workers.withdraw(self.now, one.batch, [self.requests[i][0] for i in gone])
-        self.twin.workers.withdraw(self.now, twin_batch, [self.requests[i][1] for i in gone])
+        self.scheduler.withdraw(self.now, one.batch, [self.requests[i][0] for i in gone])
+        self.twin.withdraw(self.now, twin_batch, [self.requests[i][1] for i in gone])
         for number in gone:
             if number in one.open_ids:
                 self.leave(number, "failed")
@@ -815,15 +816,15 @@ class Schedule(RuleBasedStateMachine):
         running = [i for w in self.workers.values() for one in w.batches for i in one.open_ids]
         retrying = self.retrying()
         assert scheduler.waiting == len(self.waiting) + len(retrying)
-        assert scheduler.workers.running == len(running)
+        assert scheduler.running == len(running)
         sizes = [self.requests[number][0].size for number in self.waiting]
-        assert not self.options.counts_bytes or scheduler.queue.bytes == sum(sizes)
+        assert not self.options.counts_bytes or scheduler._queue.bytes == sum(sizes)
         room = self.options.max_queue_size - len(self.waiting)
         assert scheduler.has_room(room)
         assert not scheduler.has_room(room + 1)
-        assert scheduler.workers.ready_count == sum(w.is_ready for w in self.workers.values())
+        assert scheduler.ready_count == sum(w.is_ready for w in self.workers.values())
         idle = [index for index, worker in self.workers.items() if not worker.batches]
-        assert sorted(scheduler.workers.idle_workers) == sorted(idle)
+        assert sorted(scheduler.idle_workers) == sorted(idle)
         open_ids = sorted(self.waiting + retrying + running)
         assert sorted(r.id for r in scheduler.open_requests()) == open_ids
         assert len(open_ids) + len(self.left) == len(self.requests)

@@ -90,7 +90,7 @@ def test_streams_of_a_retired_worker_end_at_a_moment() -> None:
     scheduler.worker_ready(0.0, 1)
     requests = submit(scheduler, 2)
     batches = dispatched(scheduler)
-    scheduler.workers.retire(1, 20.0)
+    scheduler.retire(1, 20.0)
     actions, wake_at = scheduler.poll(19.0)
     assert (actions, wake_at) == ([], 20.0)
     actions, wake_at = scheduler.poll(20.0)
@@ -103,11 +103,11 @@ def test_a_renewed_deadline_counts() -> None:
     scheduler.worker_ready(0.0, 1)
     (request,) = submit(scheduler, 1)
     (batch,) = dispatched(scheduler)
-    scheduler.workers.note_step(5.0, 1, [batch])
+    scheduler.stepped(5.0, 1, [batch], {})
     request.deadline = 15.0
     actions, wake_at = scheduler.poll(10.0)
     assert (actions, wake_at) == ([], 15.0)
-    scheduler.workers.note_step(14.0, 1, [])
+    scheduler.stepped(14.0, 1, [], {})
     actions, _ = scheduler.poll(15.0)
     assert [type(action) for action in actions] == [Expire, Skip]
     assert batch.open_count == 0
@@ -118,14 +118,14 @@ def test_infer_timeout_is_that_of_one_step() -> None:
     scheduler.worker_ready(0.0, 1)
     submit(scheduler, 2)
     batches = dispatched(scheduler)
-    scheduler.workers.note_step(4.0, 1, batches)
+    scheduler.stepped(4.0, 1, batches, {})
     assert scheduler.poll(8.0) == ([], 9.0)
     actions, _ = scheduler.poll(9.0)
     assert actions == [Expire(batches[0].requests[0], ExpiryReason.INFER_TIMEOUT), Replace(1)]
     # What comes from a worker that is being replaced does not excuse it.
-    scheduler.workers.note_step(10.0, 1, batches)
+    scheduler.stepped(10.0, 1, batches, {})
     assert scheduler.poll(20.0) == ([], None)
-    scheduler.workers.note_step(20.0, 2, [])  # a worker that is gone
+    scheduler.stepped(20.0, 2, [], {})  # a worker that is gone
 
 
 def test_a_late_step_ends_the_streams_that_cannot_begin_again() -> None:
@@ -134,7 +134,7 @@ def test_a_late_step_ends_the_streams_that_cannot_begin_again() -> None:
     requests = submit(scheduler, 3)
     batches = dispatched(scheduler)
     requests[1].has_chunks = True
-    scheduler.workers.note_step(1.0, 1, [batches[1]])
+    scheduler.stepped(1.0, 1, [batches[1]], {})
     expired = [action.request for action in scheduler.poll(6.0)[0] if isinstance(action, Expire)]
     assert expired == requests[:2]
     assert scheduler.worker_lost(1, batches[2].id, batches[2].id) == ([], [])
@@ -147,29 +147,30 @@ def test_a_paused_stream_whose_caller_has_gone_stalls_no_worker() -> None:
     scheduler.worker_ready(0.0, 1)
     (request,) = submit(scheduler, 1)
     (batch,) = dispatched(scheduler)
-    scheduler.workers.pause(batch)
+    scheduler.pause(batch)
     actions, _ = scheduler.poll(5.0)
     assert actions == [Expire(request, ExpiryReason.RUNNING), Skip(batch)]
     assert scheduler.poll(20.0) == ([], None)
-    assert scheduler.workers.ready_count == 1
+    assert scheduler.ready_count == 1
 
 
 def test_infer_timeout_does_not_count_while_all_streams_are_paused() -> None:
     scheduler = make_scheduler(infer_timeout=5.0)
-    workers = scheduler.workers
     scheduler.worker_ready(0.0, 1)
     submit(scheduler, 2)
     first, second = dispatched(scheduler)
-    workers.pause(first)
+    scheduler.pause(first)
     assert scheduler.poll(4.0) == ([], 5.0)
-    workers.resume(4.0, first)  # beside a stream that goes on with its step
+    scheduler.resume(4.0, first)  # beside a stream that goes on with its step
     assert scheduler.poll(4.0) == ([], 5.0)
-    workers.pause(first)
-    workers.pause(second)
+    scheduler.pause(first)
+    scheduler.pause(second)
     assert scheduler.poll(5.0) == ([], None)
-    workers.resume(20.0, first)
+    assert not scheduler.is_poll_due
+    scheduler.resume(20.0, first)
+    assert scheduler.is_poll_due  # the shell has no timer
     assert scheduler.poll(24.0) == ([], 25.0)
-    workers.pause(first)
+    scheduler.pause(first)
     assert scheduler.poll(30.0) == ([], None)
     # A newcomer begins a step.
     submit(scheduler, 1, 40.0)
@@ -178,7 +179,7 @@ def test_infer_timeout_does_not_count_while_all_streams_are_paused() -> None:
     assert scheduler.batch_done(44.0, 1, third.id) is third
     assert scheduler.batch_done(44.0, 1, first.id) is first
     assert scheduler.poll(50.0) == ([], None)
-    workers.resume(60.0, second)
+    scheduler.resume(60.0, second)
     assert scheduler.poll(60.0) == ([], 65.0)
 
 
@@ -202,7 +203,7 @@ def test_after_a_death_streams_with_chunks_fail_and_others_begin_one_by_one() ->
     scheduler.worker_ready(1.0, 2)
     (trial,) = dispatched(scheduler, 1.0)
     assert trial.requests == [requests[1]]
-    scheduler.workers.note_step(2.0, 2, [trial])
+    scheduler.stepped(2.0, 2, [trial], {})
     # The next suspect, and no further one.
     (second,) = dispatched(scheduler, 2.0)
     assert second.requests == [requests[2]]
@@ -223,10 +224,10 @@ def test_a_worker_gets_streams_until_they_cost_the_most() -> None:
         request.cost = 6.0
     batches = dispatched(scheduler)
     assert [batch.requests for batch in batches] == [requests[:1], requests[1:2]]
-    scheduler.workers.note_costs(1, {batches[0].id: 12.0, 99: 1.0})
+    scheduler.stepped(0.0, 1, [], {batches[0].id: 12.0, 99: 1.0})
     assert scheduler.batch_done(1.0, 1, batches[1].id) is batches[1]
     assert dispatched(scheduler, 1.0) == []
-    scheduler.workers.note_costs(1, {batches[0].id: 1.0})
+    scheduler.stepped(1.0, 1, [], {batches[0].id: 1.0})
     assert len(dispatched(scheduler, 1.0)) == 2
 
 
@@ -325,7 +326,7 @@ class Driver:
             return
         worker = self.rng.choice([*self.workers])
         steps = self.workers[worker][:PLACES]
-        self.scheduler.workers.note_step(self.now, worker, steps)
+        self.scheduler.stepped(self.now, worker, steps, {})
         for batch in steps:
             request = batch.requests[0]
             if not request.is_settled:

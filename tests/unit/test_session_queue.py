@@ -55,7 +55,7 @@ def test_sessions_are_spread_over_the_workers_and_stay_there() -> None:
 def test_shares_limit_each_other_beside_sessions() -> None:
     scheduler = make_sessions(max_queue_size=8)
     begin(scheduler)
-    scheduler.workers.clear()
+    scheduler._workers.clear()
     accepted = []
     for share in ("flood", "other"):
         scheduler.rank_requests(share)

@@ -312,7 +312,7 @@ def send_all(scheduler: Scheduler, share: str | None, requests: int) -> list[Que
 def busy(max_queue_size: int) -> Scheduler:
     """A scheduler without a worker."""
     scheduler = make(max_batch_size=4, max_queue_size=max_queue_size)
-    scheduler.workers.clear()
+    scheduler._workers.clear()
     return scheduler
 
 
@@ -323,7 +323,7 @@ def test_each_share_holds_as_much_as_there_is_room_for() -> None:
     (error, *_) = send_all(scheduler, "A", 1)
     wanted = "share 'A' has 32 of 60 waiting requests; the room left is for those with fewer"
     assert str(error) == f"{wanted} (max_queue_size=64)"
-    assert scheduler.queue.size == 60
+    assert scheduler.queue_size == 60
 
 
 def test_first_request_of_a_share_finds_room_in_a_full_queue() -> None:
@@ -336,7 +336,7 @@ def test_first_request_of_a_share_finds_room_in_a_full_queue() -> None:
         assert len(send_all(scheduler, f"share {number}", 2)) == 1
     # Its memory is bounded, however many shares there are.
     assert len(send_all(scheduler, "one more", 1)) == 1
-    assert scheduler.queue.size == 16
+    assert scheduler.queue_size == 16
 
 
 def test_room_for_a_share() -> None:

@@ -35,7 +35,7 @@ class Counter(SteppedModel[Plan, Any]):
     A plan may refuse to join ("join"), also for good ("fatal join"); fail alone ("fail") or with
     all others ("raise"), also for good ("fatal"); run out of memory ("memory"), or only beside
     others ("oom"); give an unpicklable ("lambda") or no chunk ("none"); give no chunk after this
-    one ("silent"); kill the worker ("kill"); or end without a last chunk ("end").
+    one ("silent"); hang ("hang"); kill the worker ("kill"); or end without a last chunk ("end").
     """
 
     def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
@@ -78,6 +78,8 @@ class Counter(SteppedModel[Plan, Any]):
             raise Refused(plan.name)
         if plan.what == "fatal":
             raise RuntimeError(LOST_DEVICE)
+        if plan.what == "hang":
+            time.sleep(3600)
         if plan.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         outcomes = {
