@@ -758,6 +758,11 @@ def list_outputs(
     # A subclass of list may iterate over something else than its items.
     if type(outputs) is list and len(outputs) == count:
         return outputs
+    return _list_rows(outputs, count, returned, copies=copies, to_cpu=to_cpu)
+
+
+def _list_rows(outputs: Any, count: int, returned: str, *, copies: bool, to_cpu: bool) -> list[Any]:
+    """Return the outputs of a batch that are no list, or refuse them."""
     fault = _describe_fault(outputs)
     if fault is not None:
         raise OutputMismatchError(f"{returned} {type(outputs).__name__} for {count} inputs{fault}")

@@ -72,9 +72,10 @@ class SizeCap:
         self.is_watching = True
 
     def went_well(self, size: int) -> None:
-        """Count a success; raise the limit after enough batches of the present limit's size."""
-        if not self.is_watching:
-            return
+        """Count a success; raise the limit after enough batches of the present limit's size.
+
+        Called while `is_watching`.
+        """
         self._good = max(self._good, size)
         if size < self.size:  # no evidence about larger batches
             return
@@ -137,7 +138,7 @@ class Methods:
 
     def ran_out(self, batch: Batch) -> None:
         """Make batches smaller, because the model ran out of memory with this one."""
-        cap = self.of(batch.requests[0].group).size_cap
+        cap = batch.method.size_cap
         cap.ran_out(len(batch.requests), is_retry=batch.release is Release.RETRY)
 
 
@@ -217,7 +218,7 @@ class BatchTimes:
         """Learn from an answered batch."""
         size = len(batch.requests)
         self.by_size.observe(size, seconds)
-        service = self._methods.of(batch.requests[0].group).service
+        service = batch.method.service
         if service is not self.by_size:
             service.observe(size, seconds)
         if self._packer is not None:

@@ -83,11 +83,12 @@ class RequestQueue:
     majority. So every operation is O(1) amortised.
     """
 
-    # Only `RankedQueue` sums up sizes, and has groups.
+    # Only `RankedQueue` sums up sizes.
     bytes = 0
-    next_group = None
 
-    def __init__(self) -> None:
+    def __init__(self, method: Any = None) -> None:
+        # The `Method` that computes all batches.
+        self.next_method = method
         # Requests that wait.
         self.size = 0
         self._entries: deque[Request] = deque()
@@ -114,18 +115,17 @@ class RequestQueue:
         """Return whether `count` requests wait that may share a batch."""
         return self.size >= count
 
-    def choose(self, count: int) -> list[Request]:
-        """Return the next batch of at most `count` requests, which stay in the queue."""
-        return list(islice(filterfalse(_is_settled, self._entries), count))
-
-    def batch_left(self, requests: list[Request]) -> None:
-        """Remove the requests that `choose` has just returned."""
-        self.size -= len(requests)
-        if not self.size:
+    def take(self, count: int) -> list[Request]:
+        """Remove and return the next batch of at most `count` requests."""
+        if self.size <= count:
+            requests = list(self)
             self._entries.clear()
-            return
-        while self._entries.popleft() is not requests[-1]:
-            pass
+        else:
+            requests = list(
+                islice(filterfalse(_is_settled, iter(self._entries.popleft, None)), count)
+            )
+        self.size -= len(requests)
+        return requests
 
     def discard(self, request: Request) -> None:
         """Remove a waiting request that the caller has marked as settled."""
@@ -474,8 +474,10 @@ class RankedQueue:
     would keep the padding, and with it the backlog.
     """
 
-    def __init__(self, packer: BatchPacker | None = None) -> None:
+    def __init__(self, packer: BatchPacker | None = None, method: Any = None) -> None:
         self._packer = packer
+        # The `Method` of requests without a group.
+        self._method = method
         self.size = 0
         # The sum of the requests' sizes; meaningful only if each has its `size`.
         self.bytes = 0
@@ -510,6 +512,12 @@ class RankedQueue:
     def next_group(self) -> Group | None:
         """Group of the next batch, None also without requests."""
         return self._first().group if self.size else None
+
+    @property
+    def next_method(self) -> Any:
+        """The `Method` that computes the next batch."""
+        group = self.next_group
+        return self._method if group is None or group.method is None else group.method
 
     def is_full(self, count: int) -> bool:
         """Whether the next batch would have `count` requests, or cost the most that it may."""

@@ -229,6 +229,15 @@ class Admission:
         self, now: float, requests: list[Request], queue: Queue | SessionQueue
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Sort arrivals into accepted and rejected ones; earlier ones have precedence."""
+        has_room = len(requests) <= self._limits.max_queue_size - queue.size
+        if isinstance(queue, RequestQueue) and has_room and not self.is_draining:
+            return requests, []
+        return self._sort(now, requests, queue)
+
+    def _sort(
+        self, now: float, requests: list[Request], queue: Queue | SessionQueue
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
+        """Sort arrivals that differ, or of which some have no room."""
         rejected: list[tuple[Request, Rejection]] = []
         if self.is_draining:
             # Sessions go on: `SessionQueue` has rejected new ones.
@@ -476,7 +485,7 @@ class DeadlineBatches:
 
     def _next(self, queue: RankedQueue) -> list[Request]:
         """Return the next batch without regard to targets; it stays in the queue."""
-        method = self._methods.of(queue.next_group)
+        method = queue.next_method
         requests = queue.choose(method.size_cap.size)
         if method.service.steps and not self._times.has_costs:
             # The others go with requests that arrive while these are computed.
@@ -489,7 +498,7 @@ class DeadlineBatches:
         if not self._times.is_known:
             return requests, False
         while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
-            method = self._methods.of(queue.next_group)
+            method = queue.next_method
             could_be_all = method.service.steps and queue.size <= method.size_cap.size
             if len(requests) == queue.size or could_be_all:
                 return self._choose_of_last(start, queue, requests)
@@ -559,7 +568,9 @@ class Scheduler:
         methods = methods or [Method("infer", None, limits.max_batch_size)]
         self._methods = Methods(methods)
         is_ranked = is_grouped or len(methods) > 1 or ranks != (None, None, None)
-        self._queue: Queue | SessionQueue = RankedQueue(packer) if is_ranked else RequestQueue()
+        first = self._methods.first
+        self._queue: Queue | SessionQueue
+        self._queue = RankedQueue(packer, first) if is_ranked else RequestQueue(first)
         # The queue, once there are sessions.
         self._sessions: SessionQueue | None = None
         self._max_sessions = limits.max_sessions
@@ -576,8 +587,8 @@ class Scheduler:
         self._next_request_id = self._next_batch_id = 0
         # Lower bound of the next expiry of a waiting request, as in the worker table.
         self._next_expiry = inf
-        # The moment of the next `poll` that the shell knows.
-        self._wake_at = inf
+        # Lower bound of the next expiry at the last `poll`: before it none need be called for one.
+        self.next_expiry = inf
         # Errors while learning from answers; the next `poll` reports them.
         self._learning_errors: list[Action] = []
         # True after `close`: no request is left, and none is accepted.
@@ -644,16 +655,9 @@ class Scheduler:
         self._times.computed_elements += computed
 
     @property
-    def next_expiry(self) -> float:
-        """Lower bound of the next expiry; before it `poll` need not be called for expiries."""
-        # A comparison is faster than `min`, which takes 0.07 us; here and below.
-        waiting, running = self._next_expiry, self._workers.next_expiry
-        return waiting if waiting < running else running
-
-    @property
     def is_poll_due(self) -> bool:
         """Whether an event has left `poll` something to do, or an earlier moment to return."""
-        known, workers = self._wake_at, self._workers
+        known, workers = self.next_expiry, self._workers
         is_earlier = self._next_expiry < known or workers.next_expiry < known
         has_work = self._queue.size or self._retries.groups or workers.deserted
         return bool(is_earlier or has_work or self._learning_errors)
@@ -777,7 +781,7 @@ class Scheduler:
             self._admission.has_shares = True
         if isinstance(self._queue, RequestQueue):
             waiting = list(self._queue)
-            self._queue = RankedQueue(self._packer)
+            self._queue = RankedQueue(self._packer, self._methods.first)
             self._queue.extend(waiting)
 
     # Sessions.
@@ -912,7 +916,8 @@ class Scheduler:
             self._policy.batch_done(now, len(batch.requests), self._load(self._queue))
         else:
             self._policy.batch_skipped()
-        self._methods.of(batch.requests[0].group).size_cap.went_well(len(batch.requests))
+        if batch.method.size_cap.is_watching:
+            batch.method.size_cap.went_well(len(batch.requests))
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
@@ -983,7 +988,8 @@ class Scheduler:
             self._sessions.clear()
         else:
             is_ranked = isinstance(self._queue, RankedQueue)
-            self._queue = RankedQueue(self._packer) if is_ranked else RequestQueue()
+            first = self._methods.first
+            self._queue = RankedQueue(self._packer, first) if is_ranked else RequestQueue(first)
         self._retries.groups.clear()
         dropped.clear()
         return given_up
@@ -996,7 +1002,7 @@ class Scheduler:
         if self._sessions is not None:
             self._sessions.end_all("the batcher was closed")
         self._workers.clear()
-        self._next_expiry = inf
+        self.next_expiry = self._next_expiry = inf
         return rest
 
     def open_requests(self) -> list[Request]:
@@ -1023,14 +1029,19 @@ class Scheduler:
                 actions += self._workers.take_deserted()
             if self._sessions is not None:
                 actions += self._sessions.take_ended()
-            held_until = self._dispatch(now, actions)
-            if self._sessions is not None:  # some may have been placed
-                self._next_expiry = min(self._next_expiry, self._sessions.next_end)
+            if self._retries.groups:
+                self._dispatch_retries(now, actions)
+            if isinstance(self._queue, SessionQueue):
+                held_until = self._dispatch_sessions(now, self._queue, actions)
+            else:
+                held_until = self._dispatch(now, self._queue, None, actions)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
             actions.append(Fail(error, self.give_up()))
         self._deadline_batches.is_held = held_until != inf
-        wake_at = held_until if held_until < self.next_expiry else self.next_expiry
-        self._wake_at = wake_at
+        # Comparisons are faster than `min`, which takes 0.07 us.
+        waiting, running = self._next_expiry, self._workers.next_expiry
+        self.next_expiry = expiry = waiting if waiting < running else running
+        wake_at = held_until if held_until < expiry else expiry
         return actions, None if wake_at == inf else wake_at
 
     def _expire(
@@ -1046,33 +1057,35 @@ class Scheduler:
         if self._sessions is not None:
             self._sessions.expire(now)
 
-    def _dispatch(self, now: float, actions: list[Action]) -> float:
-        """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
-        # Retries go first, to idle workers. The size cap may have fallen below the group's size.
-        while self._retries.groups and (slot := self._workers.find_for_retry()) is not None:
+    def _dispatch_retries(self, now: float, actions: list[Action]) -> None:
+        """Dispatch what is tried again, to idle workers, before the queue."""
+        while (slot := self._workers.find_for_retry()) is not None:
+            # The size cap may have fallen below the group's size.
             group = self._retries.take(self._methods)
             if group is None:
                 break
-            requests, until = group
-            self._send(now, slot, requests, Release.RETRY, self._queue.size, actions, until)
-        if not isinstance(self._queue, SessionQueue):
-            return self._dispatch_from(now, self._queue, None, actions)
-        self._queue.place_waiting(now)
+            left = self._queue.size
+            batch = self._send(now, slot, group.requests, Release.RETRY, left, actions)
+            batch.isolate_until = group.isolate_until
+
+    def _dispatch_sessions(
+        self, now: float, sessions: SessionQueue, actions: list[Action]
+    ) -> float:
+        """Dispatch batches of each worker's queue, that of the oldest request first."""
+        sessions.place_waiting(now)
         held_until = inf
-        for queue, slots in self._queue.list_queues():
-            held_until = min(held_until, self._dispatch_from(now, queue, slots, actions))
+        for queue, slots in sessions.list_queues():
+            held_until = min(held_until, self._dispatch(now, queue, slots, actions))
+        self._next_expiry = min(self._next_expiry, sessions.next_end)  # some may have been placed
         return held_until
 
-    def _dispatch_from(
-        self, now: float, queue: Queue, slots: Slots, actions: list[Action]
-    ) -> float:
-        """Dispatch batches of a queue to its workers, as `_dispatch` does."""
+    def _dispatch(self, now: float, queue: Queue, slots: Slots, actions: list[Action]) -> float:
+        """Dispatch batches of a queue; return the end of a hold, infinite without a hold."""
         while queue.size:
             slot = self._workers.least_loaded(inf, slots)
             if slot is None:
                 break
-            size = self._methods.of(queue.next_group).size_cap.size
-            is_full = queue.is_full(size)
+            is_full = queue.is_full(queue.next_method.size_cap.size)
             # A busy worker gets only full batches, and none while retries wait: these need an idle
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
@@ -1080,20 +1093,26 @@ class Scheduler:
             release = RELEASE_FULL if is_full else self._decide(now, queue)
             if release is not RELEASE_IDLE and not isinstance(release, Release):
                 return release
-            requests, release = self._choose(now, slot, queue, size, release, actions)
+            requests, release = self._take(now, slot, queue, release, actions)
             if not requests:
                 break
-            queue.batch_left(requests)
             self._send(now, slot, requests, release, queue.size, actions)
-        self._policy.end_hold()
+        if self._deadline_batches.is_held:
+            self._policy.end_hold()
         return inf
 
     def _decide(self, now: float, queue: Queue) -> Release | float:
         """Decide about a batch that is not full: its reason to leave, or the end of its hold."""
+        if not (self._policy.may_hold or self._admission.is_draining):
+            return RELEASE_IDLE
+        return self._hold(now, queue)
+
+    def _hold(self, now: float, queue: Queue) -> Release | float:
+        """Ask the policy about a batch that is not full."""
         if self._admission.is_draining:
             return Release.DRAIN
         # A full batch of another group can follow.
-        if not self._policy.may_hold or queue.has_full_group(self._methods.first.size_cap.size):
+        if queue.has_full_group(self._methods.first.size_cap.size):
             return RELEASE_IDLE
         if (
             self._sessions is not None
@@ -1108,28 +1127,29 @@ class Scheduler:
         return Release.DEADLINE if until <= now else min(decision, until)
 
     def _load(self, queue: Queue | SessionQueue) -> Load:
-        method = self._methods.of(queue.next_group)
+        method = queue.next_method
         workers, size = self._workers, method.size_cap.size
         return Load(queue.size, workers.running, len(workers.assignable), size, method.service)
 
-    def _choose(
+    def _take(
         self,
         now: float,
         slot: WorkerSlot,
         queue: Queue,
-        size: int,
         release: Release,
         actions: list[Action],
     ) -> tuple[list[Request], Release]:
-        """Choose the next batch, and expire requests that would be late; empty if it must wait."""
+        """Take the next batch, and expire requests that would be late; empty if it must wait."""
         if not isinstance(queue, RankedQueue):
-            return queue.choose(size), release
+            return queue.take(queue.next_method.size_cap.size), release
         requests, is_other = self._deadline_batches.choose(now, slot, queue)
         if dropped := self._deadline_batches.dropped:
             rejection = self._admission.rejection_of_dropped(now, self._queue)
             actions += [Expire(late, ExpiryReason.UNREACHABLE, rejection) for late in dropped]
             settle_open(dropped)
             dropped.clear()
+        if requests:
+            queue.batch_left(requests)
         return requests, Release.DEADLINE if is_other else release
 
     def _send(
@@ -1140,19 +1160,20 @@ class Scheduler:
         release: Release,
         left_waiting: int,
         actions: list[Action],
-        isolate_until: float = inf,
-    ) -> None:
+    ) -> Batch:
         """Make a batch, assign it to a worker, and add its `Dispatch` action."""
         batch_id = self._next_batch_id
-        # A `RequestQueue` is in the order of deadlines.
-        is_ordered = isinstance(self._queue, RequestQueue)
-        deadline = requests[0].deadline if is_ordered else min(map(_deadline, requests))
+        # In a `RequestQueue` requests are in the order of deadlines, and have no groups.
+        if isinstance(self._queue, RequestQueue):
+            deadline, method = requests[0].deadline, self._methods.first
+        else:
+            deadline, method = min(map(_deadline, requests)), self._methods.of(requests[0].group)
         batch = Batch(batch_id, slot.id, requests, release, deadline, len(requests), now)
         self._next_batch_id += 1
-        batch.isolate_until, batch.left_waiting = isolate_until, left_waiting
-        batch.worker_index = slot.index
+        batch.left_waiting, batch.worker_index, batch.method = left_waiting, slot.index, method
         for request in requests:
             request.phase = SENT
             request.batch_id = batch_id
         self._workers.give(now, slot, batch)
         actions.append(Dispatch(batch))
+        return batch

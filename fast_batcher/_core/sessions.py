@@ -50,15 +50,14 @@ class SessionQueue:
         packer: Fills batches up to a cost, None without costs.
     """
 
-    # A model with sessions has one method, which needs no group to be found.
-    next_group = None
-
     def __init__(
         self, workers: WorkerTable, most: int, common: RankedQueue, packer: BatchPacker | None
     ) -> None:
         self._workers = workers
         self._most = most
         self._packer = packer
+        # A model with sessions has one method.
+        self.next_method = common.next_method
         self._common = common
         # Queues by worker. Under None are the first requests of sessions that have no place yet,
         # because no worker is ready.
@@ -111,7 +110,7 @@ class SessionQueue:
             return self._common
         worker = request.session.worker
         if worker not in self._queues:
-            self._queues[worker] = RankedQueue(self._packer)
+            self._queues[worker] = RankedQueue(self._packer, self.next_method)
         return self._queues[worker]
 
     def held_by(self, share: Share) -> int:
@@ -134,7 +133,7 @@ class SessionQueue:
 
     def clear(self) -> None:
         """Forget all waiting requests, which are settled."""
-        self._common = RankedQueue(self._packer)
+        self._common = RankedQueue(self._packer, self.next_method)
         self._queues.clear()
 
     def list_queues(self) -> list[tuple[RankedQueue, Slots]]:

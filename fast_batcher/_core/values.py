@@ -401,6 +401,8 @@ class Batch:
     left_waiting: int = 0
     # The index of its worker, which outlives the worker: replacements have the same.
     worker_index: int = 0
+    # The `Method` that computes it.
+    method: Any = None
     # Time from which the batch is not divided if `infer` raises; infinite before it has raised.
     isolate_until: float = inf
     # The event of its dispatch, None if no observer follows batches. The shell sets it.
@@ -415,15 +417,6 @@ class Batch:
     def is_on_trial(self) -> bool:
         """Whether it is a stream that may be what another worker has died of."""
         return self.requests[0].deaths > 0 and not self.has_stepped
-
-    def wait_until(self, moment: float) -> tuple[float, int]:
-        """Seconds that one of its requests had waited at this moment, and how many it stands for.
-
-        To record all would cost more than to send them. Which one depends on the id, so that in the
-        long run every position counts.
-        """
-        size = len(self.requests)
-        return moment - self.requests[self.id % size].arrival, size
 
     def list_sessions(self) -> list[int]:
         """Return the ids of the requests' sessions: all requests of a batch have one, or none."""

@@ -108,16 +108,15 @@ class HostSender(BatchSender):
 
     decode = staticmethod(decode_opaquely)
 
-    def send(self, worker: FrameWorker, batch: Batch, contexts: Sequence[bytes]) -> None:
+    def send(self, worker: FrameWorker, batch: Batch, values: list[Any]) -> None:
         """Send a batch to its worker, as soon as all of its inputs are here."""
         requests = batch.requests
         if any(request.staged is None or request.staged.slab is None for request in requests):
-            absent = [request.value for request in requests if type(request.value) is RowInput]
+            absent = [value for value in values if type(value) is RowInput]
             if absent:
-                self._announce(worker, batch, contexts)
                 self._send_later(worker, batch, absent)
                 return
-        super().send(worker, batch, contexts)
+        super().send(worker, batch, values)
 
     def _send_later(self, worker: FrameWorker, batch: Batch, absent: list[RowInput]) -> None:
         """Keep the batch's position among the frames of its worker until the inputs are here."""

@@ -95,23 +95,12 @@ class BatchSender:
         self._pickler = pickler or make_pickler(settings)
         self._watch = PicklingWatch(name)
 
-    def send(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
-        """Send a batch to its worker; report the inputs that cannot be sent."""
-        requests = batch.requests
-        first = requests[0]
-        has_method = first.group is not None and first.group.method is not None
-        if contexts or has_method or first.session is not None:
-            self._announce(worker, batch, contexts)
-        if first.staged is not None and self._send_staged(batch, worker):
-            return
-        values = [request.value for request in requests]
-        body = dump_atoms(values, LEAST_SHARED)
-        if body is not None and len(body) <= self._max_frame_bytes:
-            worker.send(Kind.INPUT_ATOMS, batch.id, body)
-        else:
+    def send(self, worker: "FrameWorker", batch: Batch, values: list[Any]) -> None:
+        """Send a batch that is not of atoms; report the inputs that cannot be sent."""
+        if batch.requests[0].staged is None or not self._send_staged(batch, worker):
             self._send_apart(batch, values, worker)
 
-    def _announce(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
+    def announce(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
         """Send what precedes the inputs of a batch: its contexts, sessions, and method."""
         if contexts:
             worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
@@ -470,8 +459,16 @@ class FrameWorker(WorkerHandle):
         """Send zero or more frames at the position that was reserved for them."""
 
     def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
-        """Send a batch."""
-        self._sender.send(self, batch, contexts)
+        """Send a batch; one of small numbers and texts is a single pickle."""
+        first = batch.requests[0]
+        if contexts or first.group is not None or first.session is not None:
+            self._sender.announce(self, batch, contexts)
+        values = [request.value for request in batch.requests]
+        body = dump_atoms(values, LEAST_SHARED)
+        if body is not None and len(body) <= self._settings.max_frame_bytes:
+            self.send(Kind.INPUT_ATOMS, batch.id, body)
+        else:
+            self._sender.send(self, batch, values)
 
     def order(self, order: Order, batch_id: int = 0, value: float = 0.0) -> None:
         """Send an order."""

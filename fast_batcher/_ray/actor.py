@@ -190,8 +190,9 @@ class ModelActor:
         assert self._loop is not None, "the host has READY"
         self._channel.received.extend(split_frames(frames))
         self._reader.buffers.extend(buffers)
-        job = self._loop.receive()
-        assert job is not None, "a call has a batch"
+        while not isinstance(job := self._port.receive(), BatchJob):
+            assert job is not None, "a call has a batch"
+            self._loop.obey(job)
         self._loop.compute(job)
         self._port.answer(job)
         return self._channel.take_answer()

@@ -586,12 +586,8 @@ class LocalSession(Session):
     def _settle(self, batch: Batch, requests: list[Request], answer: Answer) -> None:
         """Give the callers of an answered batch their outcomes."""
         try:
-            if isinstance(answer, SharedAnswer):
-                if not batch.open_count:
-                    answer.drop()
-                elif answer.size > MOST_AT_ONCE:
-                    self._copy_out(batch, answer)
-                    return
+            if isinstance(answer, SharedAnswer) and self._is_copied_out(batch, answer):
+                return
             outcomes = answer()
             if len(outcomes) != len(requests):
                 _reject_count(len(outcomes), len(requests))
@@ -601,6 +597,15 @@ class LocalSession(Session):
             raise
         if self._drained is not None:
             self._notice_drained()
+
+    def _is_copied_out(self, batch: Batch, answer: SharedAnswer) -> bool:
+        """Begin to copy a large answer in a thread; drop one for which no caller waits."""
+        if not batch.open_count:
+            answer.drop()
+        elif answer.size > MOST_AT_ONCE:
+            self._copy_out(batch, answer)
+            return True
+        return False
 
     def _copy_out(self, batch: Batch, answer: SharedAnswer) -> None:
         """Copy a large answer in a thread, then settle its batch."""

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
 
 from fast_batcher._core.values import Failed, Order
 from fast_batcher._process import at_fork, occupy_stdio
@@ -215,13 +215,8 @@ class FrameReader:
             self._make_space()
             return None
         magic, kind, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
-        if magic != _MAGIC or kind not in KIND_NAMES:
-            raise TransportError("the channel carries bytes that are not a message of fast_batcher")
-        if length > self._max_frame_bytes:
-            raise TransportError(
-                f"a frame of {length} bytes was announced, more than max_frame_bytes="
-                f"{self._max_frame_bytes}"
-            )
+        if magic != _MAGIC or kind not in KIND_NAMES or length > self._max_frame_bytes:
+            self._refuse(magic, kind, length)
         size = HEADER_SIZE + length
         if size > READ_SIZE:
             self._begin_large(Frame(kind, batch_id, seconds, memoryview(bytearray(length))))
@@ -237,6 +232,14 @@ class FrameReader:
             self.rest -= size
         body = self._view[start + HEADER_SIZE : start + size]
         return _make_frame((kind, batch_id, seconds, body))
+
+    def _refuse(self, magic: int, kind: int, length: int) -> NoReturn:
+        if magic != _MAGIC or kind not in KIND_NAMES:
+            raise TransportError("the channel carries bytes that are not a message of fast_batcher")
+        raise TransportError(
+            f"a frame of {length} bytes was announced, more than max_frame_bytes="
+            f"{self._max_frame_bytes}"
+        )
 
     @property
     def missing(self) -> int | None:

@@ -73,6 +73,10 @@ class ReplyEncoder:
         body = None if errors else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
             return [(Kind.OUTPUT_ATOMS, body)]
+        return self._pack_apart(outputs, errors)
+
+    def _pack_apart(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
+        """Return the frames for outputs that are pickled one by one."""
         describe_errors(outputs, errors)
         if errors:
             outputs = [None if at in errors else output for at, output in enumerate(outputs)]
@@ -433,31 +437,34 @@ class FramePort:
                 return None
             kind, batch_id = frame.kind, frame.batch_id
             if kind in BATCHES:
-                return self._read(frame)
+                self._progress.numbers[TAKEN] = batch_id + 1
+                job = BatchJob(batch_id)
+                if self._notes:
+                    self._take_notes(job)
+                if kind == Kind.INPUT_ATOMS:  # reading them runs no code of the user's
+                    job.inputs = pickling.loads(frame.body)
+                else:
+                    self._read(frame, job)
+                return job
             if kind == Kind.PING:
                 return BatchJob.make_ping()
             if kind in _ORDERS:
                 return Order(kind), batch_id, float(frame.body or 0)
-            if kind == Kind.INPUTS_FRAGMENT:
-                self._inputs.keep_fragment(frame)
-            else:
-                self._notes[kind] = batch_id, bytes(frame.body)
+            self._keep(frame)
 
-    def _read(self, frame: Frame) -> BatchJob:
-        batch_id = frame.batch_id
-        self._progress.numbers[TAKEN] = batch_id + 1
-        job = BatchJob(batch_id)
-        if self._notes:
-            self._take_notes(job)
+    def _keep(self, frame: Frame) -> None:
+        """Keep what precedes a batch."""
+        if frame.kind == Kind.INPUTS_FRAGMENT:
+            self._inputs.keep_fragment(frame)
+        else:
+            self._notes[frame.kind] = frame.batch_id, bytes(frame.body)
+
+    def _read(self, frame: Frame, job: BatchJob) -> None:
         try:
-            if frame.kind == Kind.INPUT_ATOMS:
-                job.inputs = pickling.loads(frame.body)
-            else:
-                job.take_inputs(self._inputs.read(frame, job.pieces))
+            job.take_inputs(self._inputs.read(frame, job.pieces))
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
             job.fail(Failed.FOR_GOOD, pickling.describe(error))
             forget_frames(error)
-        return job
 
     def _take_notes(self, job: BatchJob) -> None:
         notes, self._notes = self._notes, {}
@@ -548,24 +555,22 @@ class BatchLoop:
 
     def run(self) -> None:
         """Answer batches until the parent says stop or is gone, or until a fatal error."""
-        while (job := self.receive()) is not None:
-            self.compute(job)
-            self._port.answer(job)
-            if job.failure is not None and job.is_fatal:
+        while (arrived := self._port.receive()) is not None:
+            if isinstance(arrived, BatchJob):
+                self.compute(arrived)
+                self._port.answer(arrived)
+                if arrived.failure is not None and arrived.is_fatal:
+                    return
+            elif not self.obey(arrived):
                 return
 
-    def receive(self) -> BatchJob | None:
-        """Wait for the next batch, and release the states of ended sessions; None at the end."""
-        while True:
-            arrived = self._port.receive()
-            if arrived is None or isinstance(arrived, BatchJob):
-                return arrived
-            order, session_id, _ = arrived
-            if order is not Order.LEAVE:
-                return None
-            infer = self._models["infer"]
-            if isinstance(infer, SessionInfer):
-                infer.end(session_id)
+    def obey(self, told: Told) -> bool:
+        """Release the state of a session that has ended; return False at the end."""
+        order, session_id, _ = told
+        infer = self._models["infer"]
+        if order is Order.LEAVE and isinstance(infer, SessionInfer):
+            infer.end(session_id)
+        return order is Order.LEAVE
 
     def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch, and end the sessions of a batch that has failed."""

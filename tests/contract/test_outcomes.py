@@ -36,7 +36,7 @@ async def test_wrong_number_of_outcomes_breaks_the_protocol(count: int) -> None:
     async with DynBatcher(Waits, workers="threads") as batcher:
         calls = [asyncio.create_task(batcher.process_batched(number)) for number in range(2)]
         session = session_of(batcher)
-        await until(session.scheduler.list_batches)
+        await until(lambda: bool(session.scheduler.list_batches()))
         (batch,) = session.scheduler.list_batches()
         message = f"{count} outcomes came back for 2 requests"
         with pytest.raises(TransportError, match=message):

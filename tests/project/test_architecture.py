@@ -276,7 +276,7 @@ def test_the_scheduler_alone_changes_its_parts() -> None:
     """Every event is a method of it, so that none can bring an expiry forward unseen."""
     scheduler = Scheduler(GreedyPolicy(), Limits(max_batch_size=1, max_queue_size=1))
     shown = {name for name in vars(scheduler) if not name.startswith("_")}
-    assert shown == {"is_closed", "service"}
+    assert shown == {"is_closed", "next_expiry", "service"}
     shells = [source for source in SOURCES.values() if source.part != "_core"]
     users = [
         node

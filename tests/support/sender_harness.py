@@ -85,7 +85,7 @@ class SenderHarness:
         self.jobs: list[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = []
         # The requests that turned out not to be sendable, with the reasons.
         self.refused: list[Any] = []
-        settings = Settings(
+        settings = self.settings = Settings(
             max_frame_bytes=max_frame_bytes, shared_memory_threshold=4096, max_batch_size=8
         )
         memory: Any = self
@@ -136,7 +136,8 @@ class SenderHarness:
         self._next_batch += 1
         worker: Any = self.worker
         worker.listener = self
-        self.sender.send(worker, batch, ())
+        worker._sender, worker._settings = self.sender, self.settings
+        FrameWorker.compute(worker, batch, ())
         return batch
 
     def run_jobs(self, count: int | None = None) -> None:

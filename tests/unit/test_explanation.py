@@ -68,7 +68,8 @@ class Shell:
         if has_raised:
             self.scheduler.batch_raised(now, batch, out_of_memory=True, is_fatal=False)
         else:
-            waited, size = batch.wait_until(batch.began_at)
+            size = len(batch.requests)
+            waited = batch.began_at - batch.requests[batch.id % size].arrival
             took = (batch.began_at, now, size, batch.release, batch.left_waiting)
             self.samples.append(BatchSample(*took, waited, now - batch.began_at))
             for _ in range(size if self._clients else 0):

@@ -186,6 +186,7 @@ def test_dropping_late_requests_takes_linear_time(others: int) -> None:
             for _ in range(others):
                 arrivals.add(0, 1)
         methods = Methods([Method("infer", None, 2)])
+        arrivals.queue._method = methods.first
         times = BatchTimes(methods, None)
         times.by_size.observe(1, 1.0)
         batches = DeadlineBatches(times, methods)

@@ -41,8 +41,11 @@ class Arrivals:
 
     def send(self, count: int) -> list[Request]:
         """A batch leaves."""
-        requests = self.queue.choose(count)
-        self.queue.batch_left(requests)
+        if isinstance(self.queue, RequestQueue):
+            requests = self.queue.take(count)
+        else:
+            requests = self.queue.choose(count)
+            self.queue.batch_left(requests)
         for request in requests:
             request.phase = SENT
         return requests

@@ -314,9 +314,10 @@ class Schedule(RuleBasedStateMachine):
         if number not in self.left:
             self.leave(number, "cancelled")
         # No poll follows, unless the scheduler asks for one: the moment may have come forward.
-        if self.scheduler.next_expiry < (inf if self.wake_at is None else self.wake_at):
+        expiry = min(self.scheduler._next_expiry, self.scheduler._workers.next_expiry)
+        if expiry < (inf if self.wake_at is None else self.wake_at):
             assert self.scheduler.is_poll_due
-            self.wake_at = self.scheduler.next_expiry
+            self.wake_at = expiry
 
     @precondition(lambda self: len(self.workers) < self.options.num_workers)
     @rule(is_polled=usually)

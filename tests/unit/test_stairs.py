@@ -14,7 +14,7 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import Batch, Limits, Release, Request
+from fast_batcher._core.values import Batch, Dispatch, Expire, Limits, Release, Request
 from fast_batcher.model import find_model_fault
 
 Stairs = dict[int, float]
@@ -175,6 +175,25 @@ def test_each_method_has_its_own_steps() -> None:
     assert [method.service.steps for method in methods] == [(), (8, 32)]
     scheduler.worker_ready(0.0, 1)
     assert [method.service.steps for method in methods] == [(), ()]
+
+
+def test_a_batch_in_place_of_dropped_requests_has_its_own_method() -> None:
+    methods = [Method("infer", None, 2), Method("embed", None, 2)]
+    limits = Limits(max_batch_size=2, max_queue_size=100, batches_per_worker=1)
+    scheduler = Scheduler(make()._policy, limits, methods=methods)
+    scheduler.worker_ready(0.0, 0, [(1, 1.0), (2, 1.0)])
+    first, late, other = requests = [Request("", None, deadline) for deadline in (30.0, 3.0, 30.0)]
+    for request, method in zip(requests, (methods[0], *methods), strict=True):
+        request.group = method.group
+    assert scheduler.submit(0.0, [first]) == []
+    (batch,) = poll_batches(scheduler, 0.0)
+    assert scheduler.submit(0.5, [late, other]) == []
+    scheduler.batch_done(2.5, 0, batch.id)
+    dropped, dispatch = scheduler.poll(2.5)[0]
+    assert isinstance(dropped, Expire)
+    assert isinstance(dispatch, Dispatch)
+    assert (dropped.request, dispatch.batch.requests) == (late, [other])
+    assert dispatch.batch.method is methods[1]
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("infer", [32]), ("embed", [33])])
