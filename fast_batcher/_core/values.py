@@ -15,7 +15,7 @@ From any phase it can be *settled*: the caller has its outcome, or has gone. Tha
 a batch until that part of the scheduler reaches it, and is skipped there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
 from math import inf
@@ -169,7 +169,6 @@ class Order(IntEnum):
     STOP = 5  # finish what has arrived, then end
     PING = 6
     # The orders below name a stream, which is the batch with this id.
-    COST = 11  # its cost; the stream comes next
     LEAVE = 12  # no caller waits for it any more: it is skipped, unless it has ended; or a session
     PAUSE = 13  # its caller does not keep up: leave it out of the steps
     RESUME = 14  # its caller has read
@@ -193,6 +192,10 @@ class Failure(NamedTuple):
 
     error: BatcherError
 
+
+# What a worker gets beside the inputs of a batch: the name of its method, the ids of its sessions,
+# the pickled context managers of the observers that follow it, and the cost of a stream.
+BatchNote = tuple[str, list[int], Sequence[bytes], float]
 
 # Batch ids after a step of a `SteppedModel`: streams that get a chunk, streams that have ended, and
 # the new costs of streams.
@@ -418,9 +421,13 @@ class Batch:
         """Whether it is a stream that may be what another worker has died of."""
         return self.requests[0].deaths > 0 and not self.has_stepped
 
-    def list_sessions(self) -> list[int]:
-        """Return the ids of the requests' sessions: all requests of a batch have one, or none."""
-        return [request.session.id for request in self.requests if request.session is not None]
+    def make_note(self, contexts: Sequence[bytes]) -> BatchNote:
+        """Return what its worker gets beside the inputs."""
+        group, cost = self.requests[0].group, self.requests[0].cost
+        method = "infer" if group is None or group.method is None else group.method.name
+        # All requests of a batch have a session, or none.
+        places = [request.session for request in self.requests if request.session is not None]
+        return method, [place.id for place in places], contexts, cost
 
     def settle_open(self) -> list[Request]:
         """Settle the requests whose callers still wait, and return them."""

@@ -100,16 +100,6 @@ class BatchSender:
         if batch.requests[0].staged is None or not self._send_staged(batch, worker):
             self._send_apart(batch, values, worker)
 
-    def announce(self, worker: "FrameWorker", batch: Batch, contexts: Sequence[bytes]) -> None:
-        """Send what precedes the inputs of a batch: its contexts, sessions, and method."""
-        if contexts:
-            worker.send(Kind.CONTEXTS, batch.id, dumps(contexts))
-        if batch.requests[0].session is not None:
-            worker.send(Kind.SESSIONS, batch.id, dumps(batch.list_sessions()))
-        group = batch.requests[0].group
-        if group is not None and group.method is not None:
-            worker.send(Kind.METHOD, batch.id, group.method.name.encode())
-
     def _send_apart(self, batch: Batch, values: list[Any], worker: "FrameWorker") -> None:
         """Pickle the inputs one by one, and send them through the pipe or shared memory."""
         self._release_staged(batch)
@@ -426,7 +416,7 @@ class SharedAnswer:
 
 # Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
 _READY = WorkerState.READY
-_ANSWERS = frozenset({Kind.OUTPUTS, Kind.SHARED_OUTPUTS})
+_ANSWERS = frozenset({Kind.OUTPUT_ATOMS, Kind.OUTPUTS, Kind.SHARED_OUTPUTS})
 _FAILURES = frozenset(Failed)
 
 
@@ -441,8 +431,9 @@ class FrameWorker(WorkerHandle):
         # Outcomes from OUTPUTS_FRAGMENT frames, until the last frame of their batch: a worker
         # answers one batch at a time.
         self._fragments: list[Any] = []
-        # STEP, until the chunks of the step come.
-        self._step: tuple[Step, int] = ([], [], {}), Kind.OUTPUT_ATOMS
+        # The step of which the next answer is the chunks.
+        self._step: Step | None = None
+        self._has_costs = self.model_spec.is_stepped and self._settings.max_batch_cost is not None
 
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 
@@ -461,8 +452,8 @@ class FrameWorker(WorkerHandle):
     def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
         """Send a batch; one of small numbers and texts is a single pickle."""
         first = batch.requests[0]
-        if contexts or first.group is not None or first.session is not None:
-            self._sender.announce(self, batch, contexts)
+        if contexts or first.group is not None or first.session is not None or self._has_costs:
+            self.send(Kind.NOTE, batch.id, dumps(batch.make_note(contexts)))
         values = [request.value for request in batch.requests]
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._settings.max_frame_bytes:
@@ -470,9 +461,9 @@ class FrameWorker(WorkerHandle):
         else:
             self._sender.send(self, batch, values)
 
-    def order(self, order: Order, batch_id: int = 0, value: float = 0.0) -> None:
+    def order(self, order: Order, batch_id: int = 0) -> None:
         """Send an order."""
-        self.send(order, batch_id, b"%r" % value if value else b"")
+        self.send(order, batch_id, b"")
 
     # Frames from the worker.
 
@@ -482,18 +473,17 @@ class FrameWorker(WorkerHandle):
         if self.state is not _READY:
             if self.state is WorkerState.LOADING:
                 self._finish_loading(kind, body)
-        elif kind == Kind.OUTPUT_ATOMS:
-            answer = functools.partial(loads, body)
-            self.listener.answered(self.id, batch_id, seconds, answer)
+        elif kind in _ANSWERS:
+            is_atoms = kind == Kind.OUTPUT_ATOMS
+            answer = functools.partial(loads, body) if is_atoms else self._make_answer(kind, body)
+            step, self._step = self._step, None
+            if step is None:
+                self.listener.answered(self.id, batch_id, seconds, answer)
+            else:
+                self.listener.stepped(self.id, step, seconds, answer)
         elif kind in _FAILURES:
             fail = functools.partial(self._sender.decode, loads(body))
             self.listener.failed(self.id, batch_id, seconds, Failed(kind), fail)
-        elif kind == Kind.CHUNKS:
-            step, answer_kind = self._step
-            chunks = self._make_answer(answer_kind, body)
-            self.listener.stepped(self.id, step, seconds, chunks)
-        elif kind in _ANSWERS:
-            self.listener.answered(self.id, batch_id, seconds, self._make_answer(kind, body))
         else:
             self._take_other(kind, batch_id, body)
 
@@ -501,24 +491,21 @@ class FrameWorker(WorkerHandle):
         """Handle a frame that brings no outcomes, or not the last ones."""
         if kind == Kind.OUTPUTS_FRAGMENT:
             self._fragments += loads(body)
-        elif kind == Kind.STEP:
-            self._step = loads(body)
+        elif kind == Kind.NOTE:
+            freed, own, computed, self._step = loads(body)
+            for found in freed:
+                del self.leases[found]
+            if computed:
+                self.listener.filled(own, computed)
         elif kind == Kind.SKIPPED:
             self.listener.skipped(self.id, batch_id)
-        elif kind == Kind.ELEMENTS:
-            self.listener.filled(*loads(body))
         elif kind == Kind.PONG:
             self._events.worker_answers(self)
-        elif kind == Kind.FREED:
-            for freed in loads(body):
-                del self.leases[freed]
         else:
             raise TransportError(f"a worker answered with {KIND_NAMES[kind]}")
 
     def _make_answer(self, kind: int, body: Any) -> Answer:
         decode = self._sender.decode
-        if kind == Kind.OUTPUT_ATOMS:
-            return functools.partial(loads, body)
         if kind == Kind.SHARED_OUTPUTS:
             return SharedAnswer(body, self.outbox, decode)
         items, self._fragments = self._fragments, []

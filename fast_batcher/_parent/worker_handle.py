@@ -288,7 +288,7 @@ class WorkerHandle(ABC):
         """Let the worker compute a batch, in the pickled contexts of observers that follow it."""
 
     @abstractmethod
-    def order(self, order: Order, batch_id: int = 0, value: float = 0.0) -> None:
+    def order(self, order: Order, batch_id: int = 0) -> None:
         """Give the worker an order, behind the batches that it has."""
 
     def skip(self, batch_id: int) -> None:

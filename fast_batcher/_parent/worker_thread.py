@@ -104,19 +104,15 @@ class ThreadWorker(WorkerHandle):
 
     def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
         """Hand a batch over to the thread."""
-        job, group = BatchJob(batch.id), batch.requests[0].group
-        if group is not None and group.method is not None:
-            job.method = group.method.name
-        if batch.requests[0].session is not None:
-            job.sessions = batch.list_sessions()
-        job.contexts = contexts
+        job = BatchJob(batch.id)
+        job.take_note(batch.make_note(contexts))
         job.inputs = self._pass_inputs(batch)
         if job.inputs:
             self._tasks.put(job)
 
-    def order(self, order: Order, batch_id: int = 0, value: float = 0.0) -> None:
+    def order(self, order: Order, batch_id: int = 0) -> None:
         """Hand an order over to the thread."""
-        self._tasks.put(BatchJob.make_ping() if order is Order.PING else (order, batch_id, value))
+        self._tasks.put(BatchJob.make_ping() if order is Order.PING else (order, batch_id))
 
     def _skip(self, batch_id: int) -> None:
         self._progress.skip(batch_id)

@@ -42,7 +42,7 @@ from fast_batcher.errors import WorkerStartupError
 logger = logging.getLogger("fast_batcher")
 
 # Frames that go with the batch that follows them.
-_AHEAD = frozenset({Kind.CONTEXTS, Kind.METHOD, Kind.SESSIONS, Kind.COST, Kind.INPUTS_FRAGMENT})
+_AHEAD = frozenset({Kind.NOTE, Kind.INPUTS_FRAGMENT})
 _ORDERS = frozenset(Order)
 # Frames that end the stream of their batch.
 _ENDS = frozenset({Kind.SKIPPED, *Failed})
@@ -376,8 +376,8 @@ class RayWorker(FrameWorker):
                 if self._steps is not None and frame.kind in _ENDS:
                     self._open.pop(frame.batch_id, None)
                 self._dispatch(frame)
-                if frame.kind == Kind.STEP:
-                    for ended in self._step[0][1]:
+                if frame.kind == Kind.NOTE and self._step is not None:
+                    for ended in self._step[1]:
                         self._open.pop(ended, None)
         except Exception as error:  # noqa: BLE001  as in `LoopChannel`
             self.kill_on_protocol_error(error)

@@ -464,8 +464,6 @@ class LocalSession(Session):
             batch.requests[0].chunk_times = ChunkTimes(batch.requests[0].arrival)
         contexts = self._observers.follow(batch, dumps) if self._active else []
         size, worker = len(batch.requests), self.pool.workers[batch.worker]
-        if self._is_stepped and self.settings.max_batch_cost is not None:
-            worker.order(Order.COST, batch.id, batch.requests[0].cost)
         worker.compute(batch, contexts)
         # This is done while the worker wakes up.
         if not self._is_stepped:

@@ -90,16 +90,13 @@ class Kind:
     INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `pickling.ATOMS`
     INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
     INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
-    # These have no body, or a number as a text. PING is answered with PONG.
-    STOP, PING, COST, LEAVE, PAUSE, RESUME = Order
+    STOP, PING, LEAVE, PAUSE, RESUME = Order  # without a body; PING is answered with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     STAGED_INPUTS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
-    # The pickled list of pickled context managers of the observers that follow batches; the batch
-    # with this id comes next.
-    CONTEXTS = 9
-    METHOD = 10  # the name of the method that computes the batch with this id, which comes next
-    # The pickled list of the sessions of its requests; the batch with this id comes next.
-    SESSIONS = 15
+    # To a worker: the pickled `BatchNote` of the batch with this id, which comes next. To a parent,
+    # pickled: ids of batches whose inputs have no view left; of the next answer the elements of the
+    # inputs, those of the batch, and the `Step` whose chunks it is, or None.
+    NOTE = 9
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
@@ -110,11 +107,6 @@ class Kind:
     # read-only, items, errors by position).
     SHARED_OUTPUTS = 21
     PONG = 22
-    ELEMENTS = 37  # pickled: elements of a batch's inputs, and of the batch; its answer follows
-    FREED = 27  # a pickled list: ids of batches that have no view left
-    # Pickled: a `Step`, whose chunks come in the next frame, and the kind of an answer.
-    STEP = 30
-    CHUNKS = 31  # the chunks of a step, as an answer of that kind
     # Each of these is one pickled SerializedError, for every request of the batch.
     FAILED, RAISED, OUT_OF_MEMORY, FATAL, EVICTED = Failed
     SKIPPED = 28  # the batch was not computed, because no caller waits for it

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lend, make_piece
-from fast_batcher._core.values import Failed, Order, Step
+from fast_batcher._core.values import BatchNote, Failed, Order, Step
 from fast_batcher._observers import NO_CONTEXTS, BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
@@ -224,11 +224,14 @@ class InputReader:
             return [unpickle_item(item) for item in items]
         return self._load_shared(frame, pieces)
 
-    def pack_freed(self) -> bytes:
-        """Return a FREED frame with the batches that have no view left; empty without any."""
-        freed = self._slabs.take_freed() if isinstance(self._slabs, SlabViews) else []
-        # There are none while a child that the model has forked still has views.
-        return pack_frame(Kind.FREED, dumps(freed)) if freed else b""
+    def take_freed(self) -> list[int]:
+        """Return the batches that have no view left since the last call.
+
+        There are none while a child that the model has forked still has views.
+        """
+        if (self.freed or self.forks) and isinstance(self._slabs, SlabViews):
+            return self._slabs.take_freed()
+        return []
 
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
         """Return views of inputs in shared memory."""
@@ -287,7 +290,7 @@ class BatchJob:
     """A batch in the worker, from its arrival to its answer."""
 
     __slots__ = (
-        *("batch_id", "contexts", "elements", "errors", "failure", "inputs", "is_skipped"),
+        *("batch_id", "contexts", "cost", "elements", "errors", "failure", "inputs", "is_skipped"),
         *("method", "outputs", "pieces", "seconds", "sessions"),
     )
 
@@ -298,6 +301,8 @@ class BatchJob:
         self.sessions: Sequence[int] = ()
         # The pickled context managers of the observers that follow the batch.
         self.contexts: Sequence[bytes] = ()
+        # The cost of a stream.
+        self.cost = 0.0
         # The inputs of the positions that have no error, in their order. The model takes the inputs
         # away.
         self.inputs: list[Any] = []
@@ -321,6 +326,10 @@ class BatchJob:
         ping = cls(PING_ID)
         ping.skip()
         return ping
+
+    def take_note(self, note: BatchNote) -> None:
+        """Set what the batch has beside its inputs."""
+        self.method, self.sessions, self.contexts, self.cost = note
 
     def take_inputs(self, values: list[Any]) -> None:
         """Set the inputs; values that are a `SerializedError` are errors."""
@@ -355,8 +364,8 @@ class BatchJob:
         return [position for position in positions if position not in self.errors]
 
 
-# An order of the parent other than a ping, the batch that it is about, and its value.
-Told = tuple[Order, int, float]
+# An order of the parent other than a ping, and the batch that it is about.
+Told = tuple[Order, int]
 
 
 class WorkerPort(Protocol):
@@ -404,9 +413,9 @@ class FramePort:
         self._progress = progress
         self._inputs = inputs
         self._encoder = encoder
-        # What precedes a batch, by kind: the batch's id, and the body. The batch may not come: it
-        # is withdrawn if its inputs turn out not to be sendable.
-        self._notes: dict[int, tuple[int, bytes]] = {}
+        # The note of the next batch: the batch's id, and the body. The batch may not come: it is
+        # withdrawn if its inputs turn out not to be sendable.
+        self._note: tuple[int, bytes] | None = None
         # Moment of the next reading of the memory on the GPU; None if none is in use.
         self._reads_gpu_at: float | None = None
 
@@ -439,8 +448,8 @@ class FramePort:
             if kind in BATCHES:
                 self._progress.numbers[TAKEN] = batch_id + 1
                 job = BatchJob(batch_id)
-                if self._notes:
-                    self._take_notes(job)
+                if self._note is not None:
+                    self._take_note(job)
                 if kind == Kind.INPUT_ATOMS:  # reading them runs no code of the user's
                     job.inputs = pickling.loads(frame.body)
                 else:
@@ -449,7 +458,7 @@ class FramePort:
             if kind == Kind.PING:
                 return BatchJob.make_ping()
             if kind in _ORDERS:
-                return Order(kind), batch_id, float(frame.body or 0)
+                return Order(kind), batch_id
             self._keep(frame)
 
     def _keep(self, frame: Frame) -> None:
@@ -457,7 +466,7 @@ class FramePort:
         if frame.kind == Kind.INPUTS_FRAGMENT:
             self._inputs.keep_fragment(frame)
         else:
-            self._notes[frame.kind] = frame.batch_id, bytes(frame.body)
+            self._note = frame.batch_id, bytes(frame.body)
 
     def _read(self, frame: Frame, job: BatchJob) -> None:
         try:
@@ -466,15 +475,11 @@ class FramePort:
             job.fail(Failed.FOR_GOOD, pickling.describe(error))
             forget_frames(error)
 
-    def _take_notes(self, job: BatchJob) -> None:
-        notes, self._notes = self._notes, {}
-        found = {kind: body for kind, (batch_id, body) in notes.items() if batch_id == job.batch_id}
-        if Kind.METHOD in found:
-            job.method = found[Kind.METHOD].decode()
-        if Kind.SESSIONS in found:
-            job.sessions = pickling.loads(found[Kind.SESSIONS])
-        if Kind.CONTEXTS in found:
-            job.contexts = pickling.loads(found[Kind.CONTEXTS])
+    def _take_note(self, job: BatchJob) -> None:
+        assert self._note is not None, "the caller has looked"
+        (batch_id, body), self._note = self._note, None
+        if batch_id == job.batch_id:
+            job.take_note(pickling.loads(body))
 
     def answer(self, job: BatchJob) -> None:
         """Send the outputs of a batch, or its error."""
@@ -486,9 +491,9 @@ class FramePort:
             del outputs
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
         inputs = self._inputs
-        ahead = inputs.pack_freed() if inputs.freed or inputs.forks else b""
-        if job.elements[1]:
-            ahead += pack_frame(Kind.ELEMENTS, dumps(job.elements))
+        ahead = b""
+        if inputs.freed or inputs.forks or job.elements[1]:
+            ahead = pack_frame(Kind.NOTE, dumps((inputs.take_freed(), *job.elements, None)))
         for kind, body in frames:
             self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
             ahead = b""
@@ -515,20 +520,19 @@ class FramePort:
         return [(Kind.PONG, b"")]
 
     def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
-        """Send a CHUNKS frame; STEP before it names the streams and the chunks' encoding."""
-        *fragments, (kind, body) = self._encoder.pack(chunks, {})
-        for fragment_kind, fragment in fragments:
-            self._channel.send(fragment_kind, 0, fragment)
-        ahead = pack_frame(Kind.STEP, dumps((step, kind)))
-        self._channel.send(Kind.CHUNKS, 0, body, seconds, ahead)
+        """Send the chunks as an answer; a note before it names the streams."""
+        ahead = pack_frame(Kind.NOTE, dumps(([], 0, 0, step)))
+        for kind, body in self._encoder.pack(chunks, {}):
+            self._channel.send(kind, 0, body, seconds, ahead)
+            ahead = b""
         if self._reads_gpu_at is not None and monotonic() >= self._reads_gpu_at:
             self._read_gpu()
 
     def report_freed(self) -> None:
-        """Send FREED, if there is something to report."""
-        freed = self._inputs.pack_freed()
+        """Send a note, if there is something to report."""
+        freed = self._inputs.take_freed()
         if freed:
-            self._channel.send_packed(freed)
+            self._channel.send(Kind.NOTE, body=dumps((freed, 0, 0, None)))
 
 
 class BatchLoop:
@@ -566,7 +570,7 @@ class BatchLoop:
 
     def obey(self, told: Told) -> bool:
         """Release the state of a session that has ended; return False at the end."""
-        order, session_id, _ = told
+        order, session_id = told
         infer = self._models["infer"]
         if order is Order.LEAVE and isinstance(infer, SessionInfer):
             infer.end(session_id)

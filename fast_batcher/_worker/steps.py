@@ -68,10 +68,9 @@ class StepLoop:
         # the paused ones.
         self._states = LiveStates(model)
         self._paused: set[int] = set()
-        # The rest is used with a limit alone: the cost of the next stream; the costs of newcomers
-        # and streams; costs that do not fit yet, of streams that grow; streams that have chunks.
+        # The rest is used with a limit alone: the costs of newcomers and streams; costs that do not
+        # fit yet, of streams that grow; streams that have chunks.
         self._most_cost, self._begins_again = most_cost, begins_again
-        self._next_cost = 0.0
         self._costs: dict[int, float] = {}
         self._wanted: dict[int, float] = {}
         self._heard: set[int] = set()
@@ -140,11 +139,9 @@ class StepLoop:
         return sum([self._costs[found] for found in self._states])
 
     def _obey(self, told: Told) -> None:
-        order, batch_id, cost = told
+        order, batch_id = told
         if order is Order.STOP:
             self._is_stopping = True
-        elif order is Order.COST:
-            self._next_cost = cost
         elif order is Order.PAUSE:
             if batch_id in self._states:
                 self._paused.add(batch_id)
@@ -163,7 +160,7 @@ class StepLoop:
         if job.failure is None and not job.is_skipped:
             self._newcomers[job.batch_id] = job
             if self._most_cost < inf:
-                self._costs[job.batch_id] = self._next_cost
+                self._costs[job.batch_id] = job.cost
         else:
             self._port.answer(job)
 

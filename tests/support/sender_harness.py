@@ -136,7 +136,7 @@ class SenderHarness:
         self._next_batch += 1
         worker: Any = self.worker
         worker.listener = self
-        worker._sender, worker._settings = self.sender, self.settings
+        worker._sender, worker._settings, worker._has_costs = self.sender, self.settings, False
         FrameWorker.compute(worker, batch, ())
         return batch
 
