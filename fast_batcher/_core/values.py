@@ -174,14 +174,14 @@ class Order(IntEnum):
     RESUME = 14  # its caller has read
 
 
-class Failed(IntEnum):
-    """Consequence of an error of a whole batch; the values are those of `Kind` in `_transport`."""
+class Failed(Enum):
+    """Consequence of an error of a whole batch."""
 
-    FOR_GOOD = 23  # a retry cannot succeed
-    RAISED = 24  # `infer` raised
-    OUT_OF_MEMORY = 25  # `infer` ran out of memory
-    FATAL = 26  # `infer` raised, and the process cannot use its device any more
-    EVICTED = 29  # a stream has made room for older ones, and may begin again
+    FOR_GOOD = 1  # a retry cannot succeed
+    RAISED = 2  # `infer` raised
+    OUT_OF_MEMORY = 3  # `infer` ran out of memory
+    FATAL = 4  # `infer` raised, and the process cannot use its device any more
+    EVICTED = 5  # a stream has made room for older ones, and may begin again
 
 
 class Failure(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from fast_batcher._core.values import Batch, Failed, Failure, Order, Step, most_batches
+from fast_batcher._core.values import Batch, Failure, Order, Step, most_batches
 from fast_batcher._parent.staging import (
     MOST_AT_ONCE,
     CopyState,
@@ -417,7 +417,6 @@ class SharedAnswer:
 # Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
 _READY = WorkerState.READY
 _ANSWERS = frozenset({Kind.OUTPUT_ATOMS, Kind.OUTPUTS, Kind.SHARED_OUTPUTS})
-_FAILURES = frozenset(Failed)
 
 
 class FrameWorker(WorkerHandle):
@@ -481,9 +480,10 @@ class FrameWorker(WorkerHandle):
                 self.listener.answered(self.id, batch_id, seconds, answer)
             else:
                 self.listener.stepped(self.id, step, seconds, answer)
-        elif kind in _FAILURES:
-            fail = functools.partial(self._sender.decode, loads(body))
-            self.listener.failed(self.id, batch_id, seconds, Failed(kind), fail)
+        elif kind == Kind.FAILED:
+            how, error = loads(body)
+            fail = functools.partial(self._sender.decode, error)
+            self.listener.failed(self.id, batch_id, seconds, how, fail)
         else:
             self._take_other(kind, batch_id, body)
 

@@ -21,7 +21,7 @@ from contextvars import Context
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fast_batcher._core.values import Failed, Order
+from fast_batcher._core.values import Order
 from fast_batcher._parent.sending import FrameWorker
 from fast_batcher._parent.worker_handle import Exit, WorkerState
 from fast_batcher._ray.cluster import CONNECT_TIMEOUT, PROBE_TIMEOUT, Cluster
@@ -45,7 +45,7 @@ logger = logging.getLogger("fast_batcher")
 _AHEAD = frozenset({Kind.NOTE, Kind.INPUTS_FRAGMENT})
 _ORDERS = frozenset(Order)
 # Frames that end the stream of their batch.
-_ENDS = frozenset({Kind.SKIPPED, *Failed})
+_ENDS = frozenset({Kind.SKIPPED, Kind.FAILED})
 # Seconds to wait, after the death of an actor, for the state of its node.
 LOOK_LIMIT = 5.0
 # Most characters of Ray's message about a death.

@@ -30,7 +30,7 @@ from contextvars import Context
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
 
-from fast_batcher._core.values import Failed, Order
+from fast_batcher._core.values import Order
 from fast_batcher._process import at_fork, occupy_stdio
 from fast_batcher.errors import TransportError
 
@@ -107,8 +107,7 @@ class Kind:
     # read-only, items, errors by position).
     SHARED_OUTPUTS = 21
     PONG = 22
-    # Each of these is one pickled SerializedError, for every request of the batch.
-    FAILED, RAISED, OUT_OF_MEMORY, FATAL, EVICTED = Failed
+    FAILED = 23  # pickled: a `Failed`, and one SerializedError for every request of the batch
     SKIPPED = 28  # the batch was not computed, because no caller waits for it
     LOG = 38  # a log record, from a worker on another machine
 

@@ -511,8 +511,7 @@ class FramePort:
 
     def _pack_other(self, job: BatchJob) -> Reply:
         if job.failure is not None:
-            how, error = job.failure
-            return [(how, dumps(error))]
+            return [(Kind.FAILED, dumps(job.failure))]
         if job.batch_id != PING_ID:
             return [(Kind.SKIPPED, b"")]
         self._encoder.give_back_unused()

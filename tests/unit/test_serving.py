@@ -16,6 +16,7 @@ from models.raising import Alarmed, Says, StreamsInput
 from waits import LIMIT, Gate
 
 from fast_batcher import InferenceModel
+from fast_batcher._core.values import Failed
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, open_pipes
 from fast_batcher._transport.logs import LogSettings, open_log_sockets
@@ -105,9 +106,11 @@ def serves(model: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("served", loops, indirect=True, ids=["plain", "stages"])
 
 
-def failure_in(frame: Frame, kind: int = Kind.FAILED) -> Any:
-    assert frame.kind == kind
-    return SerializedError(*pickling.loads(frame.body)).to_error()
+def failure_in(frame: Frame, expected: Failed) -> Any:
+    assert frame.kind == Kind.FAILED
+    how, error = pickling.loads(frame.body)
+    assert how is expected
+    return SerializedError(*error).to_error()
 
 
 def outcomes_in(frame: Frame) -> list[Any]:
@@ -174,22 +177,22 @@ def test_signals_do_not_truncate_answers(gate: Gate) -> None:
 
 @serves(Says)
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("how", "text"),
     [
-        (Kind.FATAL, "CUDA error: device-side assert triggered"),
-        (Kind.FATAL, "CUDA error: an illegal memory access was encountered"),
-        (Kind.FATAL, "cuDNN: unspecified launch failure"),
+        (Failed.FATAL, "CUDA error: device-side assert triggered"),
+        (Failed.FATAL, "CUDA error: an illegal memory access was encountered"),
+        (Failed.FATAL, "cuDNN: unspecified launch failure"),
         # Inputs may say anything.
-        (Kind.RAISED, "cannot read 'CUDA error: device-side assert triggered'"),
-        (Kind.RAISED, "cannot read 'CUDA out of memory'"),
-        (Kind.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 20.00 MiB"),
-        (Kind.OUT_OF_MEMORY, "CUDA error: out of memory"),
-        (Kind.RAISED, "the file system is out of memory cards"),
-        (Kind.RAISED, "cuda is nice"),
+        (Failed.RAISED, "cannot read 'CUDA error: device-side assert triggered'"),
+        (Failed.RAISED, "cannot read 'CUDA out of memory'"),
+        (Failed.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 20.00 MiB"),
+        (Failed.OUT_OF_MEMORY, "CUDA error: out of memory"),
+        (Failed.RAISED, "the file system is out of memory cards"),
+        (Failed.RAISED, "cuda is nice"),
     ],
 )
-def test_model_errors_have_their_frame_kinds(served: Served, kind: int, text: str) -> None:
-    assert text in str(failure_in(served.ask(text), kind))
+def test_model_errors_have_their_consequences(served: Served, how: Failed, text: str) -> None:
+    assert text in str(failure_in(served.ask(text), how))
 
 
 @pytest.mark.parametrize("served", [(Echo, RunsOut())], indirect=True, ids=["stages"])
@@ -200,5 +203,5 @@ def test_worker_survives_out_of_memory_in_a_stage(served: Served) -> None:
 
 @serves(StreamsInput)
 def test_models_generator_survives_out_of_memory(served: Served) -> None:
-    assert served.ask("large").kind == Kind.OUT_OF_MEMORY
+    failure_in(served.ask("large"), Failed.OUT_OF_MEMORY)
     assert pickling.loads(served.ask("small").body) == [1]
