@@ -509,14 +509,9 @@ class RankedQueue:
             self._deadlines.add(request)
 
     @property
-    def next_group(self) -> Group | None:
-        """Group of the next batch, None also without requests."""
-        return self._first().group if self.size else None
-
-    @property
     def next_method(self) -> Any:
         """The `Method` that computes the next batch."""
-        group = self.next_group
+        group = self._first().group if self.size else None
         return self._method if group is None or group.method is None else group.method
 
     def is_full(self, count: int) -> bool:

@@ -31,6 +31,7 @@ from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQue
 from fast_batcher._core.sessions import SessionQueue, Slots
 from fast_batcher._core.stream_times import StreamTimes
 from fast_batcher._core.values import (
+    COPYING_OUT,
     QUEUED,
     RELEASE_FULL,
     RELEASE_IDLE,
@@ -954,25 +955,39 @@ class Scheduler:
         self._workers.not_sent_yet(now, worker, begun)
 
     def begin_copy_out(self, batch: Batch) -> None:
-        """Record that an answered batch's output is being copied; see `WorkerTable`."""
-        self._workers.begin_copy_out(batch)
+        """Record that a batch's output is being copied out of its worker's memory.
+
+        The worker is free. Until `end_copy_out` the requests of the batch count as running, and do
+        not expire: they were answered in time.
+        """
+        self._workers.copying_out[batch.id] = batch
+        for request in batch.requests:
+            request.phase = COPYING_OUT
 
     def end_copy_out(self, batch: Batch) -> bool:
         """Record that a batch's output has been copied out; return False after `close`."""
-        return self._workers.end_copy_out(batch)
+        return self._workers.copying_out.pop(batch.id, None) is not None
 
     # Streams.
 
     def stepped(
         self, now: float, worker: int, streams: list[Batch], costs: Mapping[int, float]
     ) -> None:
-        """Record that a worker has sent chunks of streams, and new costs by batch id."""
-        self._workers.note_step(now, worker, streams)
-        self._workers.note_costs(worker, costs)
+        """Record that a worker has sent chunks of streams, and their new costs by batch id.
+
+        A stream that begins again keeps its cost.
+        """
+        self._workers.begin_step(now, worker)
+        for batch in streams:
+            batch.has_stepped = True
+        for batch_id, cost in costs.items():
+            if (found := self._workers.find(worker, batch_id)) is not None:
+                found.requests[0].cost = cost
 
     def pause(self, batch: Batch) -> None:
         """Record that a stream is left out of the steps, because its caller does not read."""
-        self._workers.pause(batch)
+        batch.is_paused = True
+        self._workers.slots[batch.worker].paused += 1
 
     def resume(self, now: float, batch: Batch) -> None:
         """Record that a stream takes part in the steps again."""

@@ -4,12 +4,11 @@ Part of the scheduler. Decides which worker gets the next batch, and when a runn
 or a worker counts as stalled; worker processes are handled in `_parent/`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from fast_batcher._core.values import (
-    COPYING_OUT,
     SENT,
     Action,
     Batch,
@@ -244,25 +243,11 @@ class WorkerTable:
         deserted, self.deserted = self.deserted, []
         return [Skip(batch) for batch in deserted if batch.id in self.batches]
 
-    def note_step(self, now: float, worker: int, streams: list[Batch]) -> None:
+    def begin_step(self, now: float, worker: int) -> None:
         """Record that a worker has sent chunks: `infer_timeout` is that of one step."""
         slot = self.slots.get(worker)
         if slot is not None and slot.started_at != inf:
             slot.started_at, slot.is_stalled = now, False
-        for batch in streams:
-            batch.has_stepped = True
-
-    def note_costs(self, worker: int, costs: Mapping[int, float]) -> None:
-        """Record new costs of streams by batch id; a stream that begins again keeps its cost."""
-        for batch_id, cost in costs.items():
-            batch = self.find(worker, batch_id)
-            if batch is not None:
-                batch.requests[0].cost = cost
-
-    def pause(self, batch: Batch) -> None:
-        """Record that a stream is left out of the steps, because its caller does not read."""
-        batch.is_paused = True
-        self.slots[batch.worker].paused += 1
 
     def resume(self, now: float, batch: Batch) -> None:
         """Record that a stream takes part in the steps again; a worker that rested begins one."""
@@ -283,23 +268,6 @@ class WorkerTable:
             return
         if begun is None or slot.batches[0].id > begun:
             slot.started_at = now
-
-    def begin_copy_out(self, batch: Batch) -> None:
-        """Record that a batch's output is being copied out of its worker's memory.
-
-        The worker is free. Until `end_copy_out` the requests of the batch count as running, and do
-        not expire: they were answered in time.
-        """
-        self.copying_out[batch.id] = batch
-        for request in batch.requests:
-            request.phase = COPYING_OUT
-
-    def end_copy_out(self, batch: Batch) -> bool:
-        """Record that a batch's output has been copied out."""
-        if self.copying_out.get(batch.id) is not batch:
-            return False
-        del self.copying_out[batch.id]
-        return True
 
     def expire(self, now: float, *, has_read: bool, answering: Collection[int]) -> list[Action]:
         """Expire requests on workers, and find stalled and late workers; see `Scheduler.poll`."""

@@ -52,7 +52,7 @@ class Arrivals:
     def take(self, most: int) -> list[Request]:
         requests = self.queue.choose(most)
         assert requests == self.queue.choose(most), "choosing changes nothing"
-        assert requests[0].group is self.queue.next_group
+        assert requests[0].group is self.queue._first().group
         self.queue.batch_left(requests)
         return requests
 
