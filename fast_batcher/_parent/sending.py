@@ -211,13 +211,12 @@ class BatchSender:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             self._memory.run_in_thread(
                 functools.partial(_write_pickle, slabs, whole, pickled),
-                functools.partial(self._finish, slabs, whole, fill),
+                functools.partial(self._finish, fill),
             )
         else:
             try:
                 slabs.write(whole, pickled, releases_gil=False)
             except OSError as error:
-                slabs.mark_uncommitted(whole)
                 self._warn(error)
                 return False
             pickled.release()
@@ -225,12 +224,9 @@ class BatchSender:
         worker.leases[batch.id] = [whole.slab]
         return True
 
-    def _finish(
-        self, slabs: Slabs, whole: Section, fill: Fill, error: BaseException | None
-    ) -> None:
+    def _finish(self, fill: Fill, error: BaseException | None) -> None:
         """Send a batch after its copy on the copier thread. Loop's thread."""
         if error is not None:
-            slabs.mark_uncommitted(whole)
             self._warn(error)
         fill(error is not None)
 

@@ -154,8 +154,7 @@ class MemoryService:
             return
         unused = slabs.take_unused()
         if unused is not None:
-            punch = functools.partial(slabs.punch, unused)
-            self.run_in_thread(punch, lambda _: slabs.mark_uncommitted(unused))
+            self.run_in_thread(functools.partial(slabs.punch, unused), lambda _: None)
 
     async def aclose(self) -> None:
         """Close the slabs on the copier thread, which takes 80 ms per 200 MiB that were used."""
@@ -322,19 +321,16 @@ class InputArena:
             return None
         section, layout = found_room
         staged = StagedInput(section.slab, section.start, section.start + size, layout)
-        cost = size + (staged.end - section.fresh_from) * (FRESH_COST - 1)
+        cost = size + slabs.count_fresh(section) * (FRESH_COST - 1)
         if size > MOST_AT_ONCE or self._copied + cost > MOST_PER_TURN:
             # The section keeps the slab, even if the request leaves.
             copy = functools.partial(_copy_staged, slabs, section, view, staged)
-            self._memory.run_in_thread(
-                copy, functools.partial(self._finish, slabs, section, staged)
-            )
+            self._memory.run_in_thread(copy, functools.partial(self._finish, slabs, staged))
             return staged
         self._copied += cost
         try:
             slabs.write(section, ((0, view),), releases_gil=False)
         except OSError as error:
-            slabs.mark_uncommitted(section)
             self._warn(error)
             return None
         staged.state = CopyState.COPIED
@@ -353,15 +349,15 @@ class InputArena:
             return None
         section, _ = found_room
         start, end = section.start, section.start + size
-        cost = (end - section.fresh_from) * FRESH_COST
+        cost = slabs.count_fresh(section) * FRESH_COST
         if self._copied + cost > MOST_PER_TURN:
-            slabs.mark_uncommitted(section)
+            # The system provides it for later arrays.
+            self._memory.run_in_thread(functools.partial(slabs.provide, section), self._note)
             return None
         self._copied += cost
         try:
             view = slabs.lend(section)
         except OSError as error:
-            slabs.mark_uncommitted(section)
             self._warn(error)
             return None
         entries = self._allocated
@@ -392,7 +388,7 @@ class InputArena:
             self._close(slabs, key)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
-        return slabs.section(opened.slab, start, size), opened.packed
+        return Section(opened.slab, start, size), opened.packed
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
         length = size * max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
@@ -413,14 +409,15 @@ class InputArena:
         closed = self._open.pop(key)
         slabs.shrink(closed.slab, closed.next - closed.slab.start)
 
-    def _finish(
-        self, slabs: Slabs, section: Section, staged: StagedInput, error: BaseException | None
-    ) -> None:
-        """Record the outcome of a copy on the copier thread. Loop's thread."""
+    def _note(self, error: BaseException | None) -> None:
+        """Warn of memory that the system has not provided."""
         if error is not None:
-            slabs.mark_uncommitted(section)
-            if staged.is_wanted and not slabs.is_closed:
-                self._warn(error)
+            self._warn(error)
+
+    def _finish(self, slabs: Slabs, staged: StagedInput, error: BaseException | None) -> None:
+        """Record the outcome of a copy on the copier thread. Loop's thread."""
+        if error is not None and staged.is_wanted and not slabs.is_closed:
+            self._warn(error)
         staged.finish(CopyState.COPIED if error is None else CopyState.FAILED)
 
 

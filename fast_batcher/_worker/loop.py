@@ -15,6 +15,7 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from time import monotonic
 from typing import Any, Protocol
 
@@ -22,8 +23,15 @@ from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lend, make_piece
 from fast_batcher._core.values import Failed, Order, Step
 from fast_batcher._observers import NO_CONTEXTS, BatchContexts
-from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
+from fast_batcher._shared_memory.inputs import (
+    Layout,
+    SlabViews,
+    SpareMemory,
+    unpack_layout,
+    view_rows,
+)
 from fast_batcher._shared_memory.outbox import OutboxWriter
+from fast_batcher._shared_memory.ranges import copy_buffer
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_frame
 from fast_batcher._transport.pickling import (
@@ -196,6 +204,8 @@ class InputReader:
         self.forks: list[Any] = slabs.forks if isinstance(slabs, SlabViews) else []
         # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
         self._fragments: dict[int, list[bytes]] = {}
+        # Memory for inputs that have to be copied, or do not lie behind each other.
+        self._spare = SpareMemory()
 
     def begin(self, progress: WorkerProgress) -> None:
         """Prepare for the first batch; raise if the worker has not got the shared memory."""
@@ -239,16 +249,28 @@ class InputReader:
             stream, buffers = view_pickle(view, sizes)
             return load_items(stream, buffers, items, pickling.describe)
         inputs: list[Any] = []
-        for packed, start, count in named:
-            layout = unpack_layout(packed)
-            view = memory[start : start + count * layout.nbytes]
-            if layout.is_original:
-                view = slabs.view_apart(view, start)
+        for layout, runs in groupby(named, _layout_of):
+            size = layout.nbytes
+            views = [memory[start : start + count * size] for _, start, count in runs]
+            view = views[0] if len(views) == 1 and not layout.is_original else self._gather(views)
             rows, whole = view_rows(layout, view)
             inputs += rows
             known_rows = () if whole is None else rows
             pieces.append(make_piece(_address_of(view), view, whole, known_rows))
         return inputs
+
+    def _gather(self, views: list[memoryview]) -> memoryview:
+        """Copy parts of the shared memory behind each other."""
+        target = self._spare.take(sum(map(len, views)))
+        end, address = 0, _address_of(target)
+        for view in views:
+            copy_buffer(address + end, view)
+            end += len(view)
+        return target[:end]
+
+
+def _layout_of(run: tuple[bytes, int, int]) -> Layout:
+    return unpack_layout(run[0])
 
 
 def _address_of(view: memoryview) -> int:
