@@ -173,14 +173,14 @@ class BatchSender:
     def _send_staged(self, batch: Batch, worker: "FrameWorker") -> bool:
         """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
         inputs: list[StagedInput] = []
-        leased: dict[Slab, None] = {}
+        leased: list[Slab] = []
         for request in batch.requests:
             staged: StagedInput | None = request.staged
             slab = None if staged is None else staged.slab
             if staged is None or slab is None:
                 return False
             inputs.append(staged)
-            leased[slab] = None
+            leased.append(slab)
         frame = (Kind.STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
         pending = [staged for staged in inputs if staged.state is not CopyState.COPIED]
         if pending:
@@ -190,10 +190,10 @@ class BatchSender:
         else:
             worker.send(*frame)
         # This comes after the send, so that the worker wakes up meanwhile.
-        worker.leases[batch.id] = [*leased]
-        for slab in leased:
-            self.arena.close_slab(slab)
+        worker.leases[batch.id] = leased
         for staged in inputs:
+            if staged.opened is not None:
+                self.arena.close_slab(staged.opened)
             staged.release()
         return True
 

@@ -222,6 +222,8 @@ class StagedInput:
     # Pickled; one object for all inputs of a slab.
     layout: bytes
     state: CopyState = CopyState.COPYING
+    # The slab from which its own was cut; None in a host.
+    opened: "_OpenSlab | None" = None
     # Set while a batch waits for the copy; called when the copy is made or has failed.
     when_copied: Callable[[], None] | None = None
 
@@ -248,12 +250,12 @@ class StagedInput:
 class _OpenSlab:
     """A slab that takes more inputs of one layout."""
 
-    slab: Slab
-    # Start of the next input, and end of the slab, in bytes.
-    next: int
-    end: int
+    key: Key
     # The layout, pickled.
     packed: bytes
+    # The part that is left, and the number of inputs that it takes; None and 0 once it is closed.
+    rest: Slab | None
+    count: int
 
 
 class _Allocated(NamedTuple):
@@ -261,6 +263,7 @@ class _Allocated(NamedTuple):
 
     slab: Slab
     end: int
+    opened: _OpenSlab
     # Its callback removes this entry when the last view of the array is gone.
     watch: "weakref.ref[Any]"
 
@@ -311,7 +314,8 @@ class InputArena:
             allocated = self._allocated.get(start)
             if allocated is not None and allocated.end - start == size:
                 layout = _pack(Layout(*key)._replace(is_original=True))
-                return StagedInput(allocated.slab, start, allocated.end, layout, CopyState.COPIED)
+                slab, end, opened, _ = allocated
+                return StagedInput(slab, start, end, layout, CopyState.COPIED, opened)
         view = view_bytes(value)
         # Another thread may have resized it since it was probed.
         if view is None or view.nbytes != size:
@@ -319,8 +323,9 @@ class InputArena:
         found_room = self._find_room(slabs, key, size)
         if found_room is None:
             return None
-        section, layout = found_room
-        staged = StagedInput(section.slab, section.start, section.start + size, layout)
+        section, opened = found_room
+        start = section.start
+        staged = StagedInput(section.slab, start, start + size, opened.packed, opened=opened)
         cost = size + slabs.count_fresh(section) * (FRESH_COST - 1)
         if size > MOST_AT_ONCE or self._copied + cost > MOST_PER_TURN:
             # The section keeps the slab, even if the request leaves.
@@ -347,7 +352,7 @@ class InputArena:
         found_room = self._find_room(slabs, (False, dtype, shape, True), size)
         if found_room is None:
             return None
-        section, _ = found_room
+        section, opened = found_room
         start, end = section.start, section.start + size
         cost = slabs.count_fresh(section) * FRESH_COST
         if self._copied + cost > MOST_PER_TURN:
@@ -362,7 +367,7 @@ class InputArena:
             return None
         entries = self._allocated
         watch = weakref.ref(view.obj, lambda _: entries.pop(start, None))
-        entries[start] = _Allocated(section.slab, end, watch)
+        entries[start] = _Allocated(section.slab, end, opened, watch)
         return numpy.frombuffer(view, dtype).reshape(shape)
 
     def pin_for_fork(self) -> None:
@@ -370,44 +375,42 @@ class InputArena:
         for allocated in list(self._allocated.values()):
             allocated.slab.leak()
 
-    def close_slab(self, slab: Slab) -> None:
-        """Put no more inputs into this slab: a batch has been taken from it."""
-        slabs = self._memory.slabs
-        keys = [key for key, opened in self._open.items() if opened.slab is slab]
-        if keys and isinstance(slabs, Slabs):
-            self._close(slabs, keys[0])
+    def close_slab(self, opened: _OpenSlab) -> None:
+        """Put no more inputs into this slab; may be called again."""
+        opened.rest, opened.count = None, 0
+        if self._open.get(opened.key) is opened:
+            del self._open[opened.key]
 
-    def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, bytes] | None:
-        """Find room for one more input, in an open slab or a new one; with its layout."""
+    def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, _OpenSlab] | None:
+        """Find room for one more input, in an open slab or a new one."""
         opened = self._open.get(key) or self._open_slab(slabs, key, size)
-        if opened is None:
+        if opened is None or opened.rest is None:
             return None
-        start = opened.next
-        opened.next = end = start + size
-        if end + size > opened.end:
-            self._close(slabs, key)
+        slab = slabs.cut(opened.rest, size)
+        opened.count -= 1
+        if not opened.count:
+            self.close_slab(opened)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
-        return Section(opened.slab, start, size), opened.packed
+        return Section(slab, slab.start, size), opened
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
-        length = size * max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
-        most = slabs.size * MOST_OF_ALL - length
+        count = max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
+        most = int(slabs.size * MOST_OF_ALL)
         # The open slabs may be of layouts that never come again.
-        while self._open and (len(self._open) == MOST_OPEN or slabs.taken_bytes > most):
-            self._close(slabs, next(iter(self._open)))
-        if slabs.taken_bytes > most:
-            return None
-        packed = _pack(Layout(*key))
-        slab = slabs.reserve(length)
+        while self._open and (
+            len(self._open) == MOST_OPEN or slabs.taken_bytes + count * size > most
+        ):
+            self.close_slab(next(iter(self._open.values())))
+        count = min(count, (most - slabs.taken_bytes) // size)
+        slab = None
+        # A byte more: `cut` leaves a part.
+        while count > 0 and (slab := slabs.reserve(count * size + 1)) is None:
+            count //= 2
         if slab is None:
             return None
-        self._open[key] = opened = _OpenSlab(slab, slab.start, slab.start + length, packed)
+        self._open[key] = opened = _OpenSlab(key, _pack(Layout(*key)), slab, count)
         return opened
-
-    def _close(self, slabs: Slabs, key: Key) -> None:
-        closed = self._open.pop(key)
-        slabs.shrink(closed.slab, closed.next - closed.slab.start)
 
     def _note(self, error: BaseException | None) -> None:
         """Warn of memory that the system has not provided."""

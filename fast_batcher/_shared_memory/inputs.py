@@ -249,7 +249,7 @@ class Slabs:
         return None if slab is None else Section(slab, slab.start, round_up(length))
 
     def reserve(self, length: int) -> Slab | None:
-        """Take a slab, to be written section by section; None if there is no room."""
+        """Take a slab, to be cut into the slabs of single inputs; None if there is no room."""
         self._free_ended()
         start = None if self.is_closed else self._ranges.take(length)
         return None if start is None else Slab(start, self._ended)
@@ -258,10 +258,11 @@ class Slabs:
         """Return the bytes of a section for which the system has not provided memory yet."""
         return self._provided.count(0, *section.pages) * PAGE
 
-    def shrink(self, slab: Slab, length: int) -> None:
-        """Free the part of a slab beyond `length` bytes, which is at least 1."""
-        if not self.is_closed:
-            self._ranges.shrink(slab.start, length)
+    def cut(self, slab: Slab, length: int) -> Slab:
+        """Make a slab of the first bytes of another one, which has more."""
+        first = Slab(slab.start, self._ended)
+        slab.start = self._ranges.divide(slab.start, length)
+        return first
 
     def provide(self, section: Section) -> None:
         """Let the system provide the memory of a section of a slab. Any thread."""
@@ -306,7 +307,8 @@ class Slabs:
         The caller must pass the section to `punch`.
         """
         self._free_ended()
-        begin, end = self._ranges.forget_peak(), (self._provided.rfind(1) + 1) * PAGE
+        begin = -(-self._ranges.forget_peak() // PAGE) * PAGE
+        end = (self._provided.rfind(1) + 1) * PAGE
         if self.is_closed or begin >= end:
             return None
         self._ranges.take_part(begin, end)

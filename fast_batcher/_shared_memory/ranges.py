@@ -87,8 +87,7 @@ def copy_releasing(kind: type[bytes] | type[bytearray], piece: memoryview) -> An
     return copy
 
 
-# A range is a whole number of pages, so that no two ranges share a page and its memory can be
-# returned to the system. The page size of most systems; with larger pages some memory is returned
+# A range begins at a page. The page size of most systems; with larger pages some memory is returned
 # later.
 PAGE = 4096
 # Alignment of a buffer in its slab: a cache line, which suits vector instructions.
@@ -139,7 +138,8 @@ class Ranges:
     def take(self, length: int) -> int | None:
         """Take a range of `round_up(length)` bytes; return its start, None if there is no room."""
         length = round_up(length)
-        for start, end in self._free:
+        for free_start, end in self._free:
+            start = -(-free_start // PAGE) * PAGE
             if end - start >= length:
                 self.take_part(start, start + length)
                 self.peak = max(self.peak, start + length)
@@ -156,14 +156,12 @@ class Ranges:
         self._free[index : index + 1] = [(low, high) for low, high in rest if low < high]
         self._taken[start] = end
 
-    def shrink(self, start: int, length: int) -> None:
-        """Free the part of a taken range beyond `length` bytes, which is at least 1."""
-        end = start + -(-length // PAGE) * PAGE
-        if end < self._taken[start]:
-            # Divide it into two ranges, and give the second back.
-            self._taken[end] = self._taken[start]
-            self._taken[start] = end
-            self.give_back(end)
+    def divide(self, start: int, length: int) -> int:
+        """Divide a taken range behind `length` bytes, and return the start of its second part."""
+        middle = start + length
+        assert start < middle < self._taken[start], "both parts have bytes"
+        self._taken[middle], self._taken[start] = self._taken[start], middle
+        return middle
 
     def give_back(self, start: int) -> None:
         end = self._taken.pop(start)

@@ -63,8 +63,8 @@ def runs(harness: SenderHarness) -> list[tuple[int, int]]:
 
 def close_all(harness: SenderHarness) -> None:
     """No slab is open any more."""
-    for slab in [one.slab for one in harness.arena._open.values()]:
-        harness.arena.close_slab(slab)
+    for one in [*harness.arena._open.values()]:
+        harness.arena.close_slab(one)
 
 
 # --- how inputs lie -------------------------------------------------------------------------------
