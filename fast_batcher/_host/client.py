@@ -87,6 +87,10 @@ from fast_batcher.stats import BatcherStats, Explanation
 logger = logging.getLogger("fast_batcher")
 
 
+# Seconds after which memory that was not used is returned to the system.
+MEMORY_REST = 60.0
+
+
 class HostInputs:
     """Packs the inputs of one API process for its host."""
 
@@ -103,6 +107,8 @@ class HostInputs:
         self._lost: list[Slabs] = []
         self._has_large = False
         self._has_warned = False
+        # The moment from which on unused memory is returned.
+        self._rests_at = monotonic() + MEMORY_REST
 
     def use(self, descriptors: tuple[int, int] | None, start: int, length: int) -> None:
         """Use a range of a host's memory from now on."""
@@ -162,6 +168,12 @@ class HostInputs:
         """Free the memory of rows that no worker views any more."""
         for request_id in request_ids:
             self._rows.pop(request_id, None)
+
+    def give_back_unused(self) -> None:
+        """Return memory that was not used for a minute to the system; called now and then."""
+        if monotonic() >= self._rests_at:
+            self._rests_at = monotonic() + MEMORY_REST
+            self.memory.give_back_unused()
 
     def close(self) -> None:
         """Unmap the memory and end the copier thread; may be called again."""
@@ -730,6 +742,7 @@ class RemoteSession(Session):
 
     def _take_state(self, host: HostState, is_last: bool) -> None:
         """Bring the batcher into the state of its host."""
+        self._inputs.give_back_unused()
         self._link.host_ends = is_last
         self._host = host
         self._stats, self._explanation = host.stats, host.explanation

@@ -36,7 +36,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fast_batcher._arrays.kinds import find_numpy, find_torch
 from fast_batcher._arrays.tensors import is_plain_tensor, is_volatile, rebuild_tensor, view_tensor
 from fast_batcher._process import at_fork
-from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, Ranges, copy_buffer, round_up
+from fast_batcher._shared_memory.ranges import (
+    PAGE,
+    RELEASING_SIZE,
+    RESTS_TO_KEEP_MEMORY,
+    Ranges,
+    copy_buffer,
+    round_up,
+)
 from fast_batcher._transport.progress import make_shared_file, map_file, open_passed, punch
 
 if TYPE_CHECKING:
@@ -440,21 +447,24 @@ class SpareMemory:
     def __init__(self) -> None:
         # Any thread may append.
         self._free: list[mmap.mmap] = []
+        self._rests = 0
 
     def take(self, length: int) -> memoryview:
         """Return at least `length` bytes of any value, to be used until no view of them is left."""
-        free = [memory for memory in self._free if len(memory) >= length]
-        if free:
-            memory = free[0]
-            self._free.remove(memory)
-        else:
-            self.give_back()  # they are too small
+        self._rests = 0
+        memory = next((memory for memory in self._free if len(memory) >= length), None)
+        if memory is None:
+            self._free.clear()  # they are too small
             memory = mmap.mmap(-1, round_up(length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._free.remove(memory)
         return lend_memory(memory, self._free.append, memory)
 
-    def give_back(self) -> None:
-        """Return the memory that has no view to the system."""
-        self._free.clear()
+    def rest(self) -> None:
+        """Return the memory to the system if it was not used for a minute; called once per ping."""
+        self._rests += 1
+        if self._rests == RESTS_TO_KEEP_MEMORY:
+            self._free.clear()
 
 
 class SlabViews:

@@ -90,6 +90,9 @@ def copy_releasing(kind: type[bytes] | type[bytearray], piece: memoryview) -> An
 # A range begins at a page. The page size of most systems; with larger pages some memory is returned
 # later.
 PAGE = 4096
+# Pings after which a worker returns memory that it has not used to the system. An idle worker gets
+# one every five seconds, so this is a minute, as for inputs.
+RESTS_TO_KEEP_MEMORY = 12
 # Alignment of a buffer in its slab: a cache line, which suits vector instructions.
 ALIGNMENT = 64
 

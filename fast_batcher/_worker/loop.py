@@ -236,6 +236,10 @@ class InputReader:
         # There are none while a child that the model has forked still has views.
         return pack_frame(Kind.FREED, dumps(freed)) if freed else b""
 
+    def give_back_unused(self) -> None:
+        """Return memory that no batch has used recently to the system. Call it while idle."""
+        self._spare.rest()
+
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
         """Return views of inputs in shared memory."""
         slabs = self._slabs
@@ -526,6 +530,7 @@ class FramePort:
         if job.batch_id != PING_ID:
             return [(Kind.SKIPPED, b"")]
         self._encoder.give_back_unused()
+        self._inputs.give_back_unused()
         self._read_gpu()
         return [(Kind.PONG, b"")]
 

@@ -18,8 +18,8 @@ from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
 from fast_batcher._arrays.tensors import VolatileBuffer
-from fast_batcher._shared_memory.inputs import Section, Slab, Slabs, SlabViews
-from fast_batcher._shared_memory.ranges import PAGE, copy_buffer
+from fast_batcher._shared_memory.inputs import Section, Slab, Slabs, SlabViews, SpareMemory
+from fast_batcher._shared_memory.ranges import PAGE, RESTS_TO_KEEP_MEMORY, copy_buffer
 from fast_batcher._transport.progress import WorkerProgress, open_passed
 
 MEBI = 2**20
@@ -159,6 +159,34 @@ def test_referenced_slab_stays_occupied(slabs: Slabs) -> None:
     leaked.leak()
     del leaked
     assert slabs.count == 1
+
+
+# --- memory of the worker -------------------------------------------------------------------------
+
+
+def place(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+
+
+def test_spare_memory_is_used_again_when_no_view_is_left() -> None:
+    spare = SpareMemory()
+    view = spare.take(MEBI)
+    first = place(view)
+    row = np.frombuffer(view[10:20], np.uint8)
+    del view
+    assert place(spare.take(MEBI)) != first
+    del row
+    assert {place(view) for view in [spare.take(MEBI), spare.take(1000)]} >= {first}
+    assert len(spare._free) == 2
+    view = spare.take(2 * MEBI)
+    assert len(view) >= 2 * MEBI
+    # The others were too small.
+    assert spare._free == []
+    del view
+    for _ in range(RESTS_TO_KEEP_MEMORY):
+        assert len(spare._free) == 1
+        spare.rest()
+    assert spare._free == []
 
 
 # --- forks ----------------------------------------------------------------------------------------
