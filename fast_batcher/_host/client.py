@@ -100,7 +100,7 @@ class HostInputs:
         self._pickler = make_pickler(settings)
         self._watch = PicklingWatch(name)
         self.memory = MemoryService(loop, 0, name)
-        self.arena = InputArena(self.memory, settings, self._warn)
+        self.arena = self._make_arena()
         # Memory of rows that a worker may view, by the request's id.
         self._rows: dict[int, Slab] = {}
         # Memory of dead hosts that is being closed.
@@ -121,7 +121,7 @@ class HostInputs:
                 self._warn(error)
             else:
                 slabs.when_unmapped(functools.partial(os.close, lifeline))
-        self.arena = InputArena(self.memory, self._settings, self._warn)
+        self.arena = self._make_arena()
         if self._has_large:
             self.arena.enable()
 
@@ -182,6 +182,10 @@ class HostInputs:
         for slabs in self._lost:  # the copier thread has ended before it came to them
             slabs.close()
         self._lost.clear()
+
+    def _make_arena(self) -> InputArena:
+        # Inputs that are not staged go through the socket, and need no room.
+        return InputArena(self.memory, self._settings, self._warn, most_of_all=1.0)
 
     def _enable(self) -> None:
         if not self._has_large:

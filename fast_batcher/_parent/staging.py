@@ -272,10 +272,15 @@ class InputArena:
     """Copies inputs into shared memory."""
 
     def __init__(
-        self, memory: MemoryService, settings: Settings, warn: Callable[[BaseException], None]
+        self,
+        memory: MemoryService,
+        settings: Settings,
+        warn: Callable[[BaseException], None],
+        most_of_all: float = MOST_OF_ALL,
     ) -> None:
         self._memory = memory
         self._warn = warn
+        self._most_of_all = most_of_all
         # Bytes from which on, and up to which, an input is staged.
         self._least = max(settings.shared_memory_threshold, LEAST_STAGED)
         self._most = settings.max_frame_bytes - MOST_AROUND
@@ -396,7 +401,7 @@ class InputArena:
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
         count = max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
-        most = int(slabs.size * MOST_OF_ALL)
+        most = int(slabs.size * self._most_of_all)
         # The open slabs may be of layouts that never come again.
         while self._open and (
             len(self._open) == MOST_OPEN or slabs.taken_bytes + count * size > most
