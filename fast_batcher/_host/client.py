@@ -87,10 +87,6 @@ from fast_batcher.stats import BatcherStats, Explanation
 logger = logging.getLogger("fast_batcher")
 
 
-# Seconds after which memory that was not used is returned to the system.
-MEMORY_REST = 60.0
-
-
 class HostInputs:
     """Packs the inputs of one API process for its host."""
 
@@ -100,15 +96,13 @@ class HostInputs:
         self._pickler = make_pickler(settings)
         self._watch = PicklingWatch(name)
         self.memory = MemoryService(loop, 0, name)
-        self.arena = self._make_arena()
+        self.arena = InputArena(self.memory, settings, self._warn)
         # Memory of rows that a worker may view, by the request's id.
         self._rows: dict[int, Slab] = {}
         # Memory of dead hosts that is being closed.
         self._lost: list[Slabs] = []
         self._has_large = False
         self._has_warned = False
-        # The moment from which on unused memory is returned.
-        self._rests_at = monotonic() + MEMORY_REST
 
     def use(self, descriptors: tuple[int, int] | None, start: int, length: int) -> None:
         """Use a range of a host's memory from now on."""
@@ -121,7 +115,9 @@ class HostInputs:
                 self._warn(error)
             else:
                 slabs.when_unmapped(functools.partial(os.close, lifeline))
-        self.arena = self._make_arena()
+        self.arena = InputArena(self.memory, self._settings, self._warn)
+        # Other inputs go through the socket.
+        self.arena.most_of_all = 1.0
         if self._has_large:
             self.arena.enable()
 
@@ -169,12 +165,6 @@ class HostInputs:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
 
-    def give_back_unused(self) -> None:
-        """Return memory that was not used for a minute to the system; called now and then."""
-        if monotonic() >= self._rests_at:
-            self._rests_at = monotonic() + MEMORY_REST
-            self.memory.give_back_unused()
-
     def close(self) -> None:
         """Unmap the memory and end the copier thread; may be called again."""
         self._rows.clear()
@@ -182,10 +172,6 @@ class HostInputs:
         for slabs in self._lost:  # the copier thread has ended before it came to them
             slabs.close()
         self._lost.clear()
-
-    def _make_arena(self) -> InputArena:
-        # Inputs that are not staged go through the socket, and need no room.
-        return InputArena(self.memory, self._settings, self._warn, most_of_all=1.0)
 
     def _enable(self) -> None:
         if not self._has_large:
@@ -746,7 +732,7 @@ class RemoteSession(Session):
 
     def _take_state(self, host: HostState, is_last: bool) -> None:
         """Bring the batcher into the state of its host."""
-        self._inputs.give_back_unused()
+        self._inputs.memory.give_back_unused()
         self._link.host_ends = is_last
         self._host = host
         self._stats, self._explanation = host.stats, host.explanation

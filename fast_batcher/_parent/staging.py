@@ -22,11 +22,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
-from fast_batcher._process import at_fork
+from fast_batcher._process import at_fork, monotonic
 from fast_batcher._shared_memory.inputs import (
     Key,
     Layout,
@@ -120,6 +120,11 @@ class JobThread:
             self._loop.call_soon_threadsafe(self.take_outcomes, context=Context())
 
 
+# Seconds after which shared memory that no batch has used is returned to the system. Getting it
+# again costs some milliseconds per batch of images, which is little once a minute.
+REST = 60.0
+
+
 class MemoryService:
     """Owner of the slabs for large inputs and of the copier thread.
 
@@ -137,6 +142,8 @@ class MemoryService:
                 # Its frames would hold this object.
                 self.slabs = error.with_traceback(None)
         self._copier = JobThread(loop, f"fast_batcher-copier-{name}")
+        # The moment from which on unused memory is returned.
+        self.rests_at = monotonic() + REST
         # Every running `aclose` waits for this.
         self._slabs_closed: asyncio.Future[None] | None = None
 
@@ -148,10 +155,11 @@ class MemoryService:
         self._copier.run(job, done)
 
     def give_back_unused(self) -> None:
-        """Start to return to the system the memory that was not used since the last call."""
-        slabs = self.slabs
-        if not isinstance(slabs, Slabs):
+        """Start to return memory that was not used for a minute; called every few seconds."""
+        slabs, now = self.slabs, monotonic()
+        if not isinstance(slabs, Slabs) or now < self.rests_at:
             return
+        self.rests_at = now + REST
         unused = slabs.take_unused()
         if unused is not None:
             self.run_in_thread(functools.partial(slabs.punch, unused), lambda _: None)
@@ -258,29 +266,16 @@ class _OpenSlab:
     count: int
 
 
-class _Allocated(NamedTuple):
-    """Memory of an array that the app fills."""
-
-    slab: Slab
-    end: int
-    opened: _OpenSlab
-    # Its callback removes this entry when the last view of the array is gone.
-    watch: "weakref.ref[Any]"
-
-
 class InputArena:
     """Copies inputs into shared memory."""
 
     def __init__(
-        self,
-        memory: MemoryService,
-        settings: Settings,
-        warn: Callable[[BaseException], None],
-        most_of_all: float = MOST_OF_ALL,
+        self, memory: MemoryService, settings: Settings, warn: Callable[[BaseException], None]
     ) -> None:
         self._memory = memory
         self._warn = warn
-        self._most_of_all = most_of_all
+        # Largest share of the memory for all slabs.
+        self.most_of_all = MOST_OF_ALL
         # Bytes from which on, and up to which, an input is staged.
         self._least = max(settings.shared_memory_threshold, LEAST_STAGED)
         self._most = settings.max_frame_bytes - MOST_AROUND
@@ -293,8 +288,9 @@ class InputArena:
         self.probes: dict[type, LayoutProbe] = {}
         # The open slabs by layout, least recently used first.
         self._open: dict[Key, _OpenSlab] = {}
-        # The arrays of `allocate`, by start.
-        self._allocated: dict[int, _Allocated] = {}
+        # The memory of the arrays of `allocate` by start. The callback of the reference removes the
+        # entry when the last view of the array is gone.
+        self._allocated: dict[int, tuple[StagedInput, weakref.ref[Any]]] = {}
         at_fork(self, before=InputArena.pin_for_fork)
 
     def enable(self) -> None:
@@ -316,11 +312,10 @@ class InputArena:
         key, size = found
         if self._allocated:
             start = slabs.offset_of(address_of(value))
-            allocated = self._allocated.get(start)
-            if allocated is not None and allocated.end - start == size:
+            original, _ = self._allocated.get(start, (None, None))
+            if original is not None and original.end - start == size:
                 layout = _pack(Layout(*key)._replace(is_original=True))
-                slab, end, opened, _ = allocated
-                return StagedInput(slab, start, end, layout, CopyState.COPIED, opened)
+                return replace(original, layout=layout, state=CopyState.COPIED)
         view = view_bytes(value)
         # Another thread may have resized it since it was probed.
         if view is None or view.nbytes != size:
@@ -328,9 +323,7 @@ class InputArena:
         found_room = self._find_room(slabs, key, size)
         if found_room is None:
             return None
-        section, opened = found_room
-        start = section.start
-        staged = StagedInput(section.slab, start, start + size, opened.packed, opened=opened)
+        section, staged = found_room
         cost = size + slabs.count_fresh(section) * (FRESH_COST - 1)
         if size > MOST_AT_ONCE or self._copied + cost > MOST_PER_TURN:
             # The section keeps the slab, even if the request leaves.
@@ -357,12 +350,12 @@ class InputArena:
         found_room = self._find_room(slabs, (False, dtype, shape, True), size)
         if found_room is None:
             return None
-        section, opened = found_room
-        start, end = section.start, section.start + size
+        section, original = found_room
         cost = slabs.count_fresh(section) * FRESH_COST
         if self._copied + cost > MOST_PER_TURN:
             # The system provides it for later arrays.
-            self._memory.run_in_thread(functools.partial(slabs.provide, section), self._note)
+            provide = functools.partial(slabs.write, section, (), releases_gil=True)
+            self._memory.run_in_thread(provide, lambda _: None)
             return None
         self._copied += cost
         try:
@@ -370,15 +363,15 @@ class InputArena:
         except OSError as error:
             self._warn(error)
             return None
-        entries = self._allocated
-        watch = weakref.ref(view.obj, lambda _: entries.pop(start, None))
-        entries[start] = _Allocated(section.slab, end, opened, watch)
+        entries, start = self._allocated, section.start
+        entries[start] = original, weakref.ref(view.obj, lambda _: entries.pop(start, None))
         return numpy.frombuffer(view, dtype).reshape(shape)
 
     def pin_for_fork(self) -> None:
         """Never free the memory of allocated arrays: a forked child may write them, too."""
-        for allocated in list(self._allocated.values()):
-            allocated.slab.leak()
+        for original, _ in list(self._allocated.values()):
+            if original.slab is not None:
+                original.slab.leak()
 
     def close_slab(self, opened: _OpenSlab) -> None:
         """Put no more inputs into this slab; may be called again."""
@@ -386,7 +379,7 @@ class InputArena:
         if self._open.get(opened.key) is opened:
             del self._open[opened.key]
 
-    def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, _OpenSlab] | None:
+    def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, StagedInput] | None:
         """Find room for one more input, in an open slab or a new one."""
         opened = self._open.get(key) or self._open_slab(slabs, key, size)
         if opened is None or opened.rest is None:
@@ -397,11 +390,13 @@ class InputArena:
             self.close_slab(opened)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
-        return Section(slab, slab.start, size), opened
+        start = slab.start
+        staged = StagedInput(slab, start, start + size, opened.packed, opened=opened)
+        return Section(slab, start, size), staged
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
         count = max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
-        most = int(slabs.size * self._most_of_all)
+        most = int(slabs.size * self.most_of_all)
         # The open slabs may be of layouts that never come again.
         while self._open and (
             len(self._open) == MOST_OPEN or slabs.taken_bytes + count * size > most
@@ -416,11 +411,6 @@ class InputArena:
             return None
         self._open[key] = opened = _OpenSlab(key, _pack(Layout(*key)), slab, count)
         return opened
-
-    def _note(self, error: BaseException | None) -> None:
-        """Warn of memory that the system has not provided."""
-        if error is not None:
-            self._warn(error)
 
     def _finish(self, slabs: Slabs, staged: StagedInput, error: BaseException | None) -> None:
         """Record the outcome of a copy on the copier thread. Loop's thread."""

@@ -36,14 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fast_batcher._arrays.kinds import find_numpy, find_torch
 from fast_batcher._arrays.tensors import is_plain_tensor, is_volatile, rebuild_tensor, view_tensor
 from fast_batcher._process import at_fork
-from fast_batcher._shared_memory.ranges import (
-    PAGE,
-    RELEASING_SIZE,
-    RESTS_TO_KEEP_MEMORY,
-    Ranges,
-    copy_buffer,
-    round_up,
-)
+from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, Ranges, copy_buffer, round_up
 from fast_batcher._transport.progress import make_shared_file, map_file, open_passed, punch
 
 if TYPE_CHECKING:
@@ -271,11 +264,6 @@ class Slabs:
         slab.start = self._ranges.divide(slab.start, length)
         return first
 
-    def provide(self, section: Section) -> None:
-        """Let the system provide the memory of a section of a slab. Any thread."""
-        with self._in_use():
-            self._get_memory(section)
-
     def write(
         self,
         section: Section,
@@ -447,24 +435,30 @@ class SpareMemory:
     def __init__(self) -> None:
         # Any thread may append.
         self._free: list[mmap.mmap] = []
-        self._rests = 0
+        self._is_resting = False
 
-    def take(self, length: int) -> memoryview:
-        """Return at least `length` bytes of any value, to be used until no view of them is left."""
-        self._rests = 0
-        memory = next((memory for memory in self._free if len(memory) >= length), None)
+    def gather(self, views: list[memoryview]) -> memoryview:
+        """Copy bytes behind each other; the memory is taken until no view of it is left."""
+        size = sum(map(len, views))
+        self._is_resting = False
+        memory = next((memory for memory in self._free if len(memory) >= size), None)
         if memory is None:
             self._free.clear()  # they are too small
-            memory = mmap.mmap(-1, round_up(length), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, round_up(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._free.remove(memory)
-        return lend_memory(memory, self._free.append, memory)
+        target = lend_memory(memory, self._free.append, memory)
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(target))
+        for view in views:
+            copy_buffer(address, view)
+            address += len(view)
+        return target[:size]
 
     def rest(self) -> None:
-        """Return the memory to the system if it was not used for a minute; called once per ping."""
-        self._rests += 1
-        if self._rests == RESTS_TO_KEEP_MEMORY:
+        """Return the memory to the system if it was not used since the last call."""
+        if self._is_resting:
             self._free.clear()
+        self._is_resting = True
 
 
 class SlabViews:

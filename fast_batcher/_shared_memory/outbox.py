@@ -21,7 +21,6 @@ from fast_batcher._shared_memory.ranges import (
     ALIGNMENT,
     PAGE,
     RELEASING_SIZE,
-    RESTS_TO_KEEP_MEMORY,
     Ranges,
     copy_buffer,
     copy_releasing,
@@ -45,6 +44,9 @@ HEADER_SIZE = ALIGNMENT
 # than in the parent: a shorter copy takes some tens of microseconds, and no event loop waits
 # for it.
 LEAST_RELEASING = 256 * 1024
+# Pings after which memory that no answer has used is returned to the system. An idle worker gets
+# one every five seconds, so this is a minute, as for inputs.
+RESTS_TO_KEEP_MEMORY = 12
 
 
 class OutboxWriter:

@@ -90,9 +90,6 @@ def copy_releasing(kind: type[bytes] | type[bytearray], piece: memoryview) -> An
 # A range begins at a page. The page size of most systems; with larger pages some memory is returned
 # later.
 PAGE = 4096
-# Pings after which a worker returns memory that it has not used to the system. An idle worker gets
-# one every five seconds, so this is a minute, as for inputs.
-RESTS_TO_KEEP_MEMORY = 12
 # Alignment of a buffer in its slab: a cache line, which suits vector instructions.
 ALIGNMENT = 64
 
@@ -125,6 +122,8 @@ class Ranges:
         self._free: list[tuple[int, int]] = [(0, whole)] if whole else []
         # End of each taken range by its start.
         self._taken: dict[int, int] = {}
+        # Total bytes of the ranges that are taken.
+        self.taken_bytes = 0
         # The largest end of a range taken since the last `forget_peak`.
         self.peak = 0
 
@@ -132,11 +131,6 @@ class Ranges:
     def count(self) -> int:
         """Number of taken ranges."""
         return len(self._taken)
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes in the ranges that are taken."""
-        return sum(end - start for start, end in self._taken.items())
 
     def take(self, length: int) -> int | None:
         """Take a range of `round_up(length)` bytes; return its start, None if there is no room."""
@@ -158,6 +152,7 @@ class Ranges:
         rest = [(free_start, start), (end, free_end)]
         self._free[index : index + 1] = [(low, high) for low, high in rest if low < high]
         self._taken[start] = end
+        self.taken_bytes += end - start
 
     def divide(self, start: int, length: int) -> int:
         """Divide a taken range behind `length` bytes, and return the start of its second part."""
@@ -168,6 +163,7 @@ class Ranges:
 
     def give_back(self, start: int) -> None:
         end = self._taken.pop(start)
+        self.taken_bytes -= end - start
         # Merge with the free parts before and behind it.
         index = bisect_left(self._free, (start, end))
         if index < len(self._free) and self._free[index][0] == end:

@@ -23,15 +23,8 @@ from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lend, make_piece
 from fast_batcher._core.values import Failed, Order, Step
 from fast_batcher._observers import NO_CONTEXTS, BatchContexts
-from fast_batcher._shared_memory.inputs import (
-    Layout,
-    SlabViews,
-    SpareMemory,
-    unpack_layout,
-    view_rows,
-)
+from fast_batcher._shared_memory.inputs import SlabViews, SpareMemory, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
-from fast_batcher._shared_memory.ranges import copy_buffer
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_frame
 from fast_batcher._transport.pickling import (
@@ -205,7 +198,7 @@ class InputReader:
         # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
         self._fragments: dict[int, list[bytes]] = {}
         # Memory for inputs that have to be copied, or do not lie behind each other.
-        self._spare = SpareMemory()
+        self.spare = SpareMemory()
 
     def begin(self, progress: WorkerProgress) -> None:
         """Prepare for the first batch; raise if the worker has not got the shared memory."""
@@ -236,10 +229,6 @@ class InputReader:
         # There are none while a child that the model has forked still has views.
         return pack_frame(Kind.FREED, dumps(freed)) if freed else b""
 
-    def give_back_unused(self) -> None:
-        """Return memory that no batch has used recently to the system. Call it while idle."""
-        self._spare.rest()
-
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
         """Return views of inputs in shared memory."""
         slabs = self._slabs
@@ -253,28 +242,16 @@ class InputReader:
             stream, buffers = view_pickle(view, sizes)
             return load_items(stream, buffers, items, pickling.describe)
         inputs: list[Any] = []
-        for layout, runs in groupby(named, _layout_of):
+        for layout, runs in groupby(named, lambda run: unpack_layout(run[0])):
             size = layout.nbytes
             views = [memory[start : start + count * size] for _, start, count in runs]
-            view = views[0] if len(views) == 1 and not layout.is_original else self._gather(views)
+            is_view = len(views) == 1 and not layout.is_original
+            view = views[0] if is_view else self.spare.gather(views)
             rows, whole = view_rows(layout, view)
             inputs += rows
             known_rows = () if whole is None else rows
             pieces.append(make_piece(_address_of(view), view, whole, known_rows))
         return inputs
-
-    def _gather(self, views: list[memoryview]) -> memoryview:
-        """Copy parts of the shared memory behind each other."""
-        target = self._spare.take(sum(map(len, views)))
-        end, address = 0, _address_of(target)
-        for view in views:
-            copy_buffer(address + end, view)
-            end += len(view)
-        return target[:end]
-
-
-def _layout_of(run: tuple[bytes, int, int]) -> Layout:
-    return unpack_layout(run[0])
 
 
 def _address_of(view: memoryview) -> int:
@@ -530,7 +507,7 @@ class FramePort:
         if job.batch_id != PING_ID:
             return [(Kind.SKIPPED, b"")]
         self._encoder.give_back_unused()
-        self._inputs.give_back_unused()
+        self._inputs.spare.rest()
         self._read_gpu()
         return [(Kind.PONG, b"")]
 

@@ -10,12 +10,13 @@ from forks import fork, status_of
 from memory_files import memory_of, refuse_memory
 
 from fast_batcher._shared_memory import outbox as outboxes
-from fast_batcher._shared_memory.outbox import Answer, OutboxReader, OutboxWriter
-from fast_batcher._shared_memory.ranges import (
-    RELEASING_SIZE,
+from fast_batcher._shared_memory.outbox import (
     RESTS_TO_KEEP_MEMORY,
-    copy_releasing,
+    Answer,
+    OutboxReader,
+    OutboxWriter,
 )
+from fast_batcher._shared_memory.ranges import RELEASING_SIZE, copy_releasing
 from fast_batcher._transport.pickling import OutOfBandPickle, OutOfBandPickler
 from fast_batcher._transport.progress import open_passed
 from fast_batcher.errors import TransportError
