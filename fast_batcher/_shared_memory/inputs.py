@@ -444,7 +444,9 @@ class SpareMemory:
         memory = next((memory for memory in self._free if len(memory) >= size), None)
         if memory is None:
             self._free.clear()  # they are too small
-            memory = mmap.mmap(-1, round_up(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Up to twice the size: the system provides only the pages that are written.
+            length = max(PAGE, 1 << size.bit_length())
+            memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._free.remove(memory)
         target = lend_memory(memory, self._free.append, memory)
