@@ -445,8 +445,7 @@ class SpareMemory:
         if memory is None:
             self._free.clear()  # they are too small
             # Up to twice the size: the system provides only the pages that are written.
-            length = max(PAGE, 1 << size.bit_length())
-            memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, 1 << size.bit_length(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._free.remove(memory)
         target = lend_memory(memory, self._free.append, memory)
