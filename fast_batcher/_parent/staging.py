@@ -198,9 +198,10 @@ MOST_AROUND = 4096
 # Bytes of the largest copy on the event loop: 0.1 ms, or 1 ms where the system has to provide the
 # memory first.
 MOST_AT_ONCE = 1024 * 1024
-# Bytes that the loop copies in one of its turns, in one to two milliseconds. Bytes for which the
+# Bytes that the loop copies in one of its turns, in two to four milliseconds: a batch of 32 images
+# goes as a whole, because waiting for the thread takes longer than the copies. Bytes for which the
 # system has to provide memory count `FRESH_COST` times, because they take that much longer.
-MOST_PER_TURN = 16 * 1024 * 1024
+MOST_PER_TURN = 32 * 1024 * 1024
 FRESH_COST = 10
 # Most slabs that are open for more inputs at a time. Each holds memory for a batch.
 MOST_OPEN = 4
