@@ -116,6 +116,8 @@ class HostInputs:
             else:
                 slabs.when_unmapped(functools.partial(os.close, lifeline))
         self.arena = InputArena(self.memory, self._settings, self._warn)
+        # Other inputs go through the socket.
+        self.arena.most_of_all = 1.0
         if self._has_large:
             self.arena.enable()
 
@@ -730,6 +732,7 @@ class RemoteSession(Session):
 
     def _take_state(self, host: HostState, is_last: bool) -> None:
         """Bring the batcher into the state of its host."""
+        self._inputs.memory.give_back_unused()
         self._link.host_ends = is_last
         self._host = host
         self._stats, self._explanation = host.stats, host.explanation

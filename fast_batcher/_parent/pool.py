@@ -61,9 +61,6 @@ LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (SIGKILL, KILL_GRACE))
 # Seconds, at the end of the interpreter: a loop that has not ended its pools by then is blocked.
 # Together with the steps before, a program that forgot to stop still exits within 3 s.
 LOOP_GRACE = 0.5
-# Heartbeats (a minute) after which shared memory that no batch has used is returned to the system.
-# Getting it again costs some milliseconds per batch of images, which is little once a minute.
-BEATS_TO_KEEP_MEMORY = 12
 # Remedy in the error of a worker that may have ended because it imported the program.
 MAIN_GUARD = (
     ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
@@ -147,7 +144,6 @@ class Pool:
 
         self.heartbeat = Heartbeat()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
-        self._beats = 0
 
     def open(self) -> None:
         """Start every worker; the listener is told when they are ready or fail."""
@@ -483,9 +479,7 @@ class Pool:
                 worker.kill()
         for worker_id in to_ping:
             serving[worker_id].order(Order.PING)
-        self._beats += 1
-        if self._beats % BEATS_TO_KEEP_MEMORY == 0:
-            self._memory.give_back_unused()
+        self._memory.give_back_unused()
         self._heartbeat_timer = self.loop.call_later(
             HEARTBEAT_INTERVAL, self._beat, context=Context()
         )

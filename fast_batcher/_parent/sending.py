@@ -152,14 +152,14 @@ class BatchSender:
     def _send_staged(self, batch: Batch, worker: "FrameWorker") -> bool:
         """Send a batch if all of its inputs are staged; otherwise return False and do nothing."""
         inputs: list[StagedInput] = []
-        leased: dict[Slab, None] = {}
+        leased: list[Slab] = []
         for request in batch.requests:
             staged: StagedInput | None = request.staged
             slab = None if staged is None else staged.slab
             if staged is None or slab is None:
                 return False
             inputs.append(staged)
-            leased[slab] = None
+            leased.append(slab)
         frame = (Kind.STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
         pending = [staged for staged in inputs if staged.state is not CopyState.COPIED]
         if pending:
@@ -169,10 +169,10 @@ class BatchSender:
         else:
             worker.send(*frame)
         # This comes after the send, so that the worker wakes up meanwhile.
-        worker.leases[batch.id] = [*leased]
-        for slab in leased:
-            self.arena.close_slab(slab)
+        worker.leases[batch.id] = leased
         for staged in inputs:
+            if staged.opened is not None:
+                self.arena.close_slab(staged.opened)
             staged.release()
         return True
 
@@ -190,13 +190,12 @@ class BatchSender:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             self._memory.run_in_thread(
                 functools.partial(_write_pickle, slabs, whole, pickled),
-                functools.partial(self._finish, slabs, whole, fill),
+                functools.partial(self._finish, fill),
             )
         else:
             try:
                 slabs.write(whole, pickled, releases_gil=False)
             except OSError as error:
-                slabs.mark_uncommitted(whole)
                 self._warn(error)
                 return False
             pickled.release()
@@ -204,12 +203,9 @@ class BatchSender:
         worker.leases[batch.id] = [whole.slab]
         return True
 
-    def _finish(
-        self, slabs: Slabs, whole: Section, fill: Fill, error: BaseException | None
-    ) -> None:
+    def _finish(self, fill: Fill, error: BaseException | None) -> None:
         """Send a batch after its copy on the copier thread. Loop's thread."""
         if error is not None:
-            slabs.mark_uncommitted(whole)
             self._warn(error)
         fill(error is not None)
 

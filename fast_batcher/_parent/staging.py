@@ -22,11 +22,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
-from fast_batcher._process import at_fork
+from fast_batcher._process import at_fork, monotonic
 from fast_batcher._shared_memory.inputs import (
     Key,
     Layout,
@@ -120,6 +120,11 @@ class JobThread:
             self._loop.call_soon_threadsafe(self.take_outcomes, context=Context())
 
 
+# Seconds after which shared memory that no batch has used is returned to the system. Getting it
+# again costs some milliseconds per batch of images, which is little once a minute.
+REST = 60.0
+
+
 class MemoryService:
     """Owner of the slabs for large inputs and of the copier thread.
 
@@ -137,6 +142,8 @@ class MemoryService:
                 # Its frames would hold this object.
                 self.slabs = error.with_traceback(None)
         self._copier = JobThread(loop, f"fast_batcher-copier-{name}")
+        # The moment from which on unused memory is returned.
+        self.rests_at = monotonic() + REST
         # Every running `aclose` waits for this.
         self._slabs_closed: asyncio.Future[None] | None = None
 
@@ -148,14 +155,14 @@ class MemoryService:
         self._copier.run(job, done)
 
     def give_back_unused(self) -> None:
-        """Start to return to the system the memory that was not used since the last call."""
-        slabs = self.slabs
-        if not isinstance(slabs, Slabs):
+        """Start to return memory that was not used for a minute; called every few seconds."""
+        slabs, now = self.slabs, monotonic()
+        if not isinstance(slabs, Slabs) or now < self.rests_at:
             return
+        self.rests_at = now + REST
         unused = slabs.take_unused()
         if unused is not None:
-            punch = functools.partial(slabs.punch, unused)
-            self.run_in_thread(punch, lambda _: slabs.mark_uncommitted(unused))
+            self.run_in_thread(functools.partial(slabs.punch, unused), lambda _: None)
 
     async def aclose(self) -> None:
         """Close the slabs on the copier thread, which takes 80 ms per 200 MiB that were used."""
@@ -191,9 +198,10 @@ MOST_AROUND = 4096
 # Bytes of the largest copy on the event loop: 0.1 ms, or 1 ms where the system has to provide the
 # memory first.
 MOST_AT_ONCE = 1024 * 1024
-# Bytes that the loop copies in one of its turns, in one to two milliseconds. Bytes for which the
+# Bytes that the loop copies in one of its turns, in two to four milliseconds: a batch of 32 images
+# goes as a whole, because waiting for the thread takes longer than the copies. Bytes for which the
 # system has to provide memory count `FRESH_COST` times, because they take that much longer.
-MOST_PER_TURN = 16 * 1024 * 1024
+MOST_PER_TURN = 32 * 1024 * 1024
 FRESH_COST = 10
 # Most slabs that are open for more inputs at a time. Each holds memory for a batch.
 MOST_OPEN = 4
@@ -223,6 +231,8 @@ class StagedInput:
     # Pickled; one object for all inputs of a slab.
     layout: bytes
     state: CopyState = CopyState.COPYING
+    # The slab from which its own was cut; None in a host.
+    opened: "_OpenSlab | None" = None
     # Set while a batch waits for the copy; called when the copy is made or has failed.
     when_copied: Callable[[], None] | None = None
 
@@ -249,21 +259,12 @@ class StagedInput:
 class _OpenSlab:
     """A slab that takes more inputs of one layout."""
 
-    slab: Slab
-    # Start of the next input, and end of the slab, in bytes.
-    next: int
-    end: int
+    key: Key
     # The layout, pickled.
     packed: bytes
-
-
-class _Allocated(NamedTuple):
-    """Memory of an array that the app fills."""
-
-    slab: Slab
-    end: int
-    # Its callback removes this entry when the last view of the array is gone.
-    watch: "weakref.ref[Any]"
+    # The part that is left, and the number of inputs that it takes; None and 0 once it is closed.
+    rest: Slab | None
+    count: int
 
 
 class InputArena:
@@ -274,6 +275,8 @@ class InputArena:
     ) -> None:
         self._memory = memory
         self._warn = warn
+        # Largest share of the memory for all slabs.
+        self.most_of_all = MOST_OF_ALL
         # Bytes from which on, and up to which, an input is staged.
         self._least = max(settings.shared_memory_threshold, LEAST_STAGED)
         self._most = settings.max_frame_bytes - MOST_AROUND
@@ -286,8 +289,9 @@ class InputArena:
         self.probes: dict[type, LayoutProbe] = {}
         # The open slabs by layout, least recently used first.
         self._open: dict[Key, _OpenSlab] = {}
-        # The arrays of `allocate`, by start.
-        self._allocated: dict[int, _Allocated] = {}
+        # The memory of the arrays of `allocate` by start. The callback of the reference removes the
+        # entry when the last view of the array is gone.
+        self._allocated: dict[int, tuple[StagedInput, weakref.ref[Any]]] = {}
         at_fork(self, before=InputArena.pin_for_fork)
 
     def enable(self) -> None:
@@ -309,10 +313,10 @@ class InputArena:
         key, size = found
         if self._allocated:
             start = slabs.offset_of(address_of(value))
-            allocated = self._allocated.get(start)
-            if allocated is not None and allocated.end - start == size:
+            original, _ = self._allocated.get(start, (None, None))
+            if original is not None and original.end - start == size:
                 layout = _pack(Layout(*key)._replace(is_original=True))
-                return StagedInput(allocated.slab, start, allocated.end, layout, CopyState.COPIED)
+                return replace(original, layout=layout, state=CopyState.COPIED)
         view = view_bytes(value)
         # Another thread may have resized it since it was probed.
         if view is None or view.nbytes != size:
@@ -320,21 +324,17 @@ class InputArena:
         found_room = self._find_room(slabs, key, size)
         if found_room is None:
             return None
-        section, layout = found_room
-        staged = StagedInput(section.slab, section.start, section.start + size, layout)
-        cost = size + (staged.end - section.fresh_from) * (FRESH_COST - 1)
+        section, staged = found_room
+        cost = size + slabs.count_fresh(section) * (FRESH_COST - 1)
         if size > MOST_AT_ONCE or self._copied + cost > MOST_PER_TURN:
             # The section keeps the slab, even if the request leaves.
             copy = functools.partial(_copy_staged, slabs, section, view, staged)
-            self._memory.run_in_thread(
-                copy, functools.partial(self._finish, slabs, section, staged)
-            )
+            self._memory.run_in_thread(copy, functools.partial(self._finish, slabs, staged))
             return staged
         self._copied += cost
         try:
             slabs.write(section, ((0, view),), releases_gil=False)
         except OSError as error:
-            slabs.mark_uncommitted(section)
             self._warn(error)
             return None
         staged.state = CopyState.COPIED
@@ -351,76 +351,72 @@ class InputArena:
         found_room = self._find_room(slabs, (False, dtype, shape, True), size)
         if found_room is None:
             return None
-        section, _ = found_room
-        start, end = section.start, section.start + size
-        cost = (end - section.fresh_from) * FRESH_COST
+        section, original = found_room
+        cost = slabs.count_fresh(section) * FRESH_COST
         if self._copied + cost > MOST_PER_TURN:
-            slabs.mark_uncommitted(section)
+            # The system provides it for later arrays.
+            provide = functools.partial(slabs.write, section, (), releases_gil=True)
+            self._memory.run_in_thread(provide, lambda _: None)
             return None
         self._copied += cost
         try:
             view = slabs.lend(section)
         except OSError as error:
-            slabs.mark_uncommitted(section)
             self._warn(error)
             return None
-        entries = self._allocated
-        watch = weakref.ref(view.obj, lambda _: entries.pop(start, None))
-        entries[start] = _Allocated(section.slab, end, watch)
+        entries, start = self._allocated, section.start
+        entries[start] = original, weakref.ref(view.obj, lambda _: entries.pop(start, None))
         return numpy.frombuffer(view, dtype).reshape(shape)
 
     def pin_for_fork(self) -> None:
         """Never free the memory of allocated arrays: a forked child may write them, too."""
-        for allocated in list(self._allocated.values()):
-            allocated.slab.leak()
+        for original, _ in list(self._allocated.values()):
+            if original.slab is not None:
+                original.slab.leak()
 
-    def close_slab(self, slab: Slab) -> None:
-        """Put no more inputs into this slab: a batch has been taken from it."""
-        slabs = self._memory.slabs
-        keys = [key for key, opened in self._open.items() if opened.slab is slab]
-        if keys and isinstance(slabs, Slabs):
-            self._close(slabs, keys[0])
+    def close_slab(self, opened: _OpenSlab) -> None:
+        """Put no more inputs into this slab; may be called again."""
+        opened.rest, opened.count = None, 0
+        if self._open.get(opened.key) is opened:
+            del self._open[opened.key]
 
-    def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, bytes] | None:
-        """Find room for one more input, in an open slab or a new one; with its layout."""
+    def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, StagedInput] | None:
+        """Find room for one more input, in an open slab or a new one."""
         opened = self._open.get(key) or self._open_slab(slabs, key, size)
-        if opened is None:
+        if opened is None or opened.rest is None:
             return None
-        start = opened.next
-        opened.next = end = start + size
-        if end + size > opened.end:
-            self._close(slabs, key)
+        slab = slabs.cut(opened.rest, size)
+        opened.count -= 1
+        if not opened.count:
+            self.close_slab(opened)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
-        return slabs.section(opened.slab, start, size), opened.packed
+        start = slab.start
+        staged = StagedInput(slab, start, start + size, opened.packed, opened=opened)
+        return Section(slab, start, size), staged
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
-        length = size * max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
-        most = slabs.size * MOST_OF_ALL - length
+        count = max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
+        most = int(slabs.size * self.most_of_all)
         # The open slabs may be of layouts that never come again.
-        while self._open and (len(self._open) == MOST_OPEN or slabs.taken_bytes > most):
-            self._close(slabs, next(iter(self._open)))
-        if slabs.taken_bytes > most:
-            return None
-        packed = _pack(Layout(*key))
-        slab = slabs.reserve(length)
+        while self._open and (
+            len(self._open) == MOST_OPEN or slabs.taken_bytes + count * size > most
+        ):
+            self.close_slab(next(iter(self._open.values())))
+        count = min(count, (most - slabs.taken_bytes) // size)
+        slab = None
+        # A byte more: `cut` leaves a part.
+        while count > 0 and (slab := slabs.reserve(count * size + 1)) is None:
+            count //= 2
         if slab is None:
             return None
-        self._open[key] = opened = _OpenSlab(slab, slab.start, slab.start + length, packed)
+        self._open[key] = opened = _OpenSlab(key, _pack(Layout(*key)), slab, count)
         return opened
 
-    def _close(self, slabs: Slabs, key: Key) -> None:
-        closed = self._open.pop(key)
-        slabs.shrink(closed.slab, closed.next - closed.slab.start)
-
-    def _finish(
-        self, slabs: Slabs, section: Section, staged: StagedInput, error: BaseException | None
-    ) -> None:
+    def _finish(self, slabs: Slabs, staged: StagedInput, error: BaseException | None) -> None:
         """Record the outcome of a copy on the copier thread. Loop's thread."""
-        if error is not None:
-            slabs.mark_uncommitted(section)
-            if staged.is_wanted and not slabs.is_closed:
-                self._warn(error)
+        if error is not None and staged.is_wanted and not slabs.is_closed:
+            self._warn(error)
         staged.finish(CopyState.COPIED if error is None else CopyState.FAILED)
 
 

@@ -191,8 +191,11 @@ class Section(NamedTuple):
     # Offset from the beginning of the memory, in bytes.
     start: int
     length: int
-    # Start of the bytes for which the system may not have provided memory yet.
-    fresh_from: int
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """The first page, and the page after the last one."""
+        return self.start // PAGE, -(-(self.start + self.length) // PAGE)
 
 
 class Slabs:
@@ -208,10 +211,8 @@ class Slabs:
         self._ranges = Ranges(size)
         # Starts of slabs without a reference: added by any thread, freed by the loop's.
         self._ended: deque[int] = deque()
-        # The end of the ranges that have been taken so far.
-        self._used_end = 0
-        # The system has provided all memory up to here, or is about to.
-        self._committed_end = 0
+        # A byte per page: 1 once the system has provided its memory.
+        self._provided = bytearray(size // PAGE + 1)
         self._fd = make_shared_file(size) if fd < 0 else fd
         self._memory = map_file(self._fd, size, base)
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
@@ -245,30 +246,23 @@ class Slabs:
     def take(self, length: int) -> Section | None:
         """Take a slab of at least `length` bytes, to be written whole; None if there is no room."""
         slab = self.reserve(length)
-        return None if slab is None else self.section(slab, slab.start, round_up(length))
+        return None if slab is None else Section(slab, slab.start, round_up(length))
 
     def reserve(self, length: int) -> Slab | None:
-        """Take a slab, to be written section by section; None if there is no room."""
+        """Take a slab, to be cut into the slabs of single inputs; None if there is no room."""
         self._free_ended()
         start = None if self.is_closed else self._ranges.take(length)
-        if start is None:
-            return None
-        self._used_end = max(self._used_end, start + round_up(length))
-        return Slab(start, self._ended)
+        return None if start is None else Slab(start, self._ended)
 
-    def section(self, slab: Slab, start: int, length: int) -> Section:
-        """Return a section of a slab; the caller must write it, or call `mark_uncommitted`."""
-        end = start + length
-        section = Section(slab, start, length, min(end, max(start, self._committed_end)))
-        if start <= self._committed_end:
-            # The system provides whole pages.
-            self._committed_end = max(self._committed_end, -(-end // PAGE) * PAGE)
-        return section
+    def count_fresh(self, section: Section) -> int:
+        """Return the bytes of a section for which the system has not provided memory yet."""
+        return self._provided.count(0, *section.pages) * PAGE
 
-    def shrink(self, slab: Slab, length: int) -> None:
-        """Free the part of a slab beyond `length` bytes, which is at least 1."""
-        if not self.is_closed:
-            self._ranges.shrink(slab.start, length)
+    def cut(self, slab: Slab, length: int) -> Slab:
+        """Make a slab of the first bytes of another one, which has more."""
+        first = Slab(slab.start, self._ended)
+        slab.start = self._ranges.divide(slab.start, length)
+        return first
 
     def write(
         self,
@@ -302,23 +296,19 @@ class Slabs:
         """Return an address as an offset in the memory; outside of 0 to `size` if elsewhere."""
         return address - self._address
 
-    def mark_uncommitted(self, section: Section) -> None:
-        """Note that a section may have no memory: it could not be written, or was punched."""
-        self._committed_end = min(self._committed_end, section.fresh_from)
-        if self._used_end == section.start + section.length:
-            self._used_end = section.fresh_from
-
     def take_unused(self) -> Section | None:
         """Take the memory at the end that was not used since the last call, None without any.
 
-        The caller must pass the section to `punch`, and then to `mark_uncommitted`.
+        The caller must pass the section to `punch`.
         """
         self._free_ended()
-        begin, end = self._ranges.forget_peak(), self._used_end
+        begin = -(-self._ranges.forget_peak() // PAGE) * PAGE
+        end = (self._provided.rfind(1) + 1) * PAGE
         if self.is_closed or begin >= end:
             return None
         self._ranges.take_part(begin, end)
-        return Section(Slab(begin, self._ended), begin, end - begin, begin)
+        self._provided[begin // PAGE :] = bytes(len(self._provided) - begin // PAGE)
+        return Section(Slab(begin, self._ended), begin, end - begin)
 
     def punch(self, section: Section) -> None:
         """Return the memory of a section of a slab to the system. Any thread."""
@@ -352,11 +342,12 @@ class Slabs:
 
     def _get_memory(self, section: Section) -> None:
         """Let the system provide memory for a section: writing without it is a fatal signal."""
-        end = section.start + section.length
-        if section.fresh_from < end:
-            # The page before is included: its allocation may have failed for an earlier section.
-            begin = max(section.start, section.fresh_from - PAGE)
-            os.posix_fallocate(self._fd, self.base + begin, end - begin)
+        first, end = section.pages
+        fresh = self._provided.find(0, first, end)
+        if fresh >= 0:
+            count = end - fresh
+            os.posix_fallocate(self._fd, self.base + fresh * PAGE, count * PAGE)
+            self._provided[fresh:end] = b"\1" * count
 
     def _write_piece(self, start: int, piece: bytes | memoryview, *, releases_gil: bool) -> None:
         if releases_gil and isinstance(piece, memoryview) and is_volatile(piece):
@@ -428,18 +419,53 @@ class _Fork(NamedTuple):
     leases: list[_Lease]
 
 
-class _PrivateMap(mmap.mmap):
-    """Copy-on-write map of a part of the file: writes are invisible to other processes."""
+def lend_memory(memory: mmap.mmap, done: Callable[..., Any], *arguments: Any) -> memoryview:
+    """Return a view of memory, and call `done` when no view of it and no array on it is left."""
+    # Each view has its own exporter. Every view of the view refers directly to the exporter,
+    # however it was made: the exporter lives as long as any of them.
+    owner = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+    weakref.finalize(owner, done, *arguments)
+    # `raw` makes a view of plain bytes; the view of a ctypes array has another format.
+    return pickle.PickleBuffer(owner).raw()
 
-    # Shared memory of the same batch, which is kept while there is a view of this map.
-    batch: memoryview
+
+class SpareMemory:
+    """Memory of this process for batches, which is used again: it costs no page faults then."""
+
+    def __init__(self) -> None:
+        # Any thread may append.
+        self._free: list[mmap.mmap] = []
+        self._is_resting = False
+
+    def gather(self, views: list[memoryview]) -> memoryview:
+        """Copy bytes behind each other; the memory is taken until no view of it is left."""
+        size = sum(map(len, views))
+        self._is_resting = False
+        memory = next((memory for memory in self._free if len(memory) >= size), None)
+        if memory is None:
+            self._free.clear()  # they are too small
+            # Up to twice the size: the system provides only the pages that are written.
+            memory = mmap.mmap(-1, 1 << size.bit_length(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._free.remove(memory)
+        target = lend_memory(memory, self._free.append, memory)
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(target))
+        for view in views:
+            copy_buffer(address, view)
+            address += len(view)
+        return target[:size]
+
+    def rest(self) -> None:
+        """Return the memory to the system if it was not used since the last call."""
+        if self._is_resting:
+            self._free.clear()
+        self._is_resting = True
 
 
 class SlabViews:
     """Makes views of batches, and finds batches that have no view left.
 
-    The model may write into a batch: no other process reads it while there is a view, and arrays
-    that the app may read again are viewed with `view_apart`.
+    The model may write into a batch: no other process reads it while there is a view.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -449,7 +475,6 @@ class SlabViews:
         self._close_fd = weakref.finalize(self, os.close, fd)
         # Size of the memory, in bytes.
         self.size = size
-        self._type = ctypes.c_ubyte * size
         # Leases of the batches of which this process has a view, by batch id.
         self._leases: dict[int, _Lease] = {}
         # Children of this process that may have views, and had not ended at the last check.
@@ -478,23 +503,8 @@ class SlabViews:
 
         The batch is free when no view of this view and no array on it is left.
         """
-        # Each batch has its own exporter. Every view refers directly to the exporter, however it
-        # was made: the exporter lives as long as any view.
-        owner = self._type.from_buffer(self._memory)
         self._leases[batch_id] = _Lease(batch_id, self.freed)
-        weakref.finalize(owner, self._leases.pop, batch_id, None)
-        # `raw` makes a view of plain bytes; the view of a ctypes array has another format.
-        return pickle.PickleBuffer(owner).raw()
-
-    def view_apart(self, view: memoryview, start: int) -> memoryview:
-        """Return a copy-on-write view of a part of a batch: writes stay in this process.
-
-        The system copies only the pages that are written.
-        """
-        before = start % mmap.ALLOCATIONGRANULARITY
-        private = _PrivateMap(self._fd, before + len(view), mmap.MAP_PRIVATE, offset=start - before)
-        private.batch = view
-        return memoryview(private)[before:]
+        return lend_memory(self._memory, self._leases.pop, batch_id, None)
 
     def take_freed(self) -> list[int]:
         """Return the batches that have become free since the last call."""

@@ -87,8 +87,7 @@ def copy_releasing(kind: type[bytes] | type[bytearray], piece: memoryview) -> An
     return copy
 
 
-# A range is a whole number of pages, so that no two ranges share a page and its memory can be
-# returned to the system. The page size of most systems; with larger pages some memory is returned
+# A range begins at a page. The page size of most systems; with larger pages some memory is returned
 # later.
 PAGE = 4096
 # Alignment of a buffer in its slab: a cache line, which suits vector instructions.
@@ -123,6 +122,8 @@ class Ranges:
         self._free: list[tuple[int, int]] = [(0, whole)] if whole else []
         # End of each taken range by its start.
         self._taken: dict[int, int] = {}
+        # Total bytes of the ranges that are taken.
+        self.taken_bytes = 0
         # The largest end of a range taken since the last `forget_peak`.
         self.peak = 0
 
@@ -131,15 +132,11 @@ class Ranges:
         """Number of taken ranges."""
         return len(self._taken)
 
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes in the ranges that are taken."""
-        return sum(end - start for start, end in self._taken.items())
-
     def take(self, length: int) -> int | None:
         """Take a range of `round_up(length)` bytes; return its start, None if there is no room."""
         length = round_up(length)
-        for start, end in self._free:
+        for free_start, end in self._free:
+            start = -(-free_start // PAGE) * PAGE
             if end - start >= length:
                 self.take_part(start, start + length)
                 self.peak = max(self.peak, start + length)
@@ -155,18 +152,18 @@ class Ranges:
         rest = [(free_start, start), (end, free_end)]
         self._free[index : index + 1] = [(low, high) for low, high in rest if low < high]
         self._taken[start] = end
+        self.taken_bytes += end - start
 
-    def shrink(self, start: int, length: int) -> None:
-        """Free the part of a taken range beyond `length` bytes, which is at least 1."""
-        end = start + -(-length // PAGE) * PAGE
-        if end < self._taken[start]:
-            # Divide it into two ranges, and give the second back.
-            self._taken[end] = self._taken[start]
-            self._taken[start] = end
-            self.give_back(end)
+    def divide(self, start: int, length: int) -> int:
+        """Divide a taken range behind `length` bytes, and return the start of its second part."""
+        middle = start + length
+        assert start < middle < self._taken[start], "both parts have bytes"
+        self._taken[middle], self._taken[start] = self._taken[start], middle
+        return middle
 
     def give_back(self, start: int) -> None:
         end = self._taken.pop(start)
+        self.taken_bytes -= end - start
         # Merge with the free parts before and behind it.
         index = bisect_left(self._free, (start, end))
         if index < len(self._free) and self._free[index][0] == end:

@@ -15,6 +15,7 @@ import ctypes
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from time import monotonic
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lend, make_piece
 from fast_batcher._core.values import BatchNote, Failed, Order, Step
 from fast_batcher._observers import NO_CONTEXTS, BatchContexts
-from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
+from fast_batcher._shared_memory.inputs import SlabViews, SpareMemory, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_frame
@@ -200,6 +201,8 @@ class InputReader:
         self.forks: list[Any] = slabs.forks if isinstance(slabs, SlabViews) else []
         # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
         self._fragments: dict[int, list[bytes]] = {}
+        # Memory for inputs that have to be copied, or do not lie behind each other.
+        self.spare = SpareMemory()
 
     def begin(self, progress: WorkerProgress) -> None:
         """Prepare for the first batch; raise if the worker has not got the shared memory."""
@@ -246,11 +249,11 @@ class InputReader:
             stream, buffers = view_pickle(view, sizes)
             return load_items(stream, buffers, items, pickling.describe)
         inputs: list[Any] = []
-        for packed, start, count in named:
-            layout = unpack_layout(packed)
-            view = memory[start : start + count * layout.nbytes]
-            if layout.is_original:
-                view = slabs.view_apart(view, start)
+        for layout, runs in groupby(named, lambda run: unpack_layout(run[0])):
+            size = layout.nbytes
+            views = [memory[start : start + count * size] for _, start, count in runs]
+            is_view = len(views) == 1 and not layout.is_original
+            view = views[0] if is_view else self.spare.gather(views)
             rows, whole = view_rows(layout, view)
             inputs += rows
             known_rows = () if whole is None else rows
@@ -515,6 +518,7 @@ class FramePort:
         if job.batch_id != PING_ID:
             return [(Kind.SKIPPED, b"")]
         self._encoder.give_back_unused()
+        self._inputs.spare.rest()
         self._read_gpu()
         return [(Kind.PONG, b"")]
 

@@ -45,15 +45,17 @@ class Model(RuleBasedStateMachine):
             self.ranges.give_back(owner)
             self.pages = [None if page == owner else page for page in self.pages]
 
-    @rule(choice=st.randoms(use_true_random=False), length=st.integers(1, SIZE))
-    def shrink(self, choice: Any, length: int) -> None:
+    @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, SIZE // PAGE))
+    def divide(self, choice: Any, count: int) -> None:
         if self.owners():
             owner = choice.choice(self.owners())
-            self.ranges.shrink(owner, length)
-            first = owner // PAGE
-            for at in range(first + -(-length // PAGE), len(self.pages)):
-                if self.pages[at] == owner:
-                    self.pages[at] = None
+            if count < self.pages.count(owner):
+                first = owner // PAGE + count
+                start = self.ranges.divide(owner, count * PAGE)
+                assert start == first * PAGE
+                for at in range(first, len(self.pages)):
+                    if self.pages[at] == owner:
+                        self.pages[at] = start
 
     @rule()
     def forget_peak(self) -> None:
@@ -97,6 +99,17 @@ def test_reused_ranges_stay_at_the_front() -> None:
     ranges.give_back(0)
     assert ranges.take(PAGE) == 0
     assert ranges.peak == 2 * PAGE
+
+
+def test_ranges_begin_at_pages() -> None:
+    ranges = Ranges(SIZE)
+    assert ranges.take(2 * PAGE) == 0
+    assert ranges.divide(0, 100) == 100
+    ranges.give_back(100)
+    assert ranges.take(PAGE) == PAGE
+    ranges.give_back(PAGE)
+    ranges.give_back(0)
+    assert ranges.take(SIZE) == 0
 
 
 @given(st.lists(st.integers(0, 1000), max_size=20))

@@ -18,7 +18,7 @@ from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
 from fast_batcher._arrays.tensors import VolatileBuffer
-from fast_batcher._shared_memory.inputs import Section, Slab, Slabs, SlabViews
+from fast_batcher._shared_memory.inputs import Section, Slab, Slabs, SlabViews, SpareMemory
 from fast_batcher._shared_memory.ranges import PAGE, copy_buffer
 from fast_batcher._transport.progress import WorkerProgress, open_passed
 
@@ -96,17 +96,33 @@ def test_freeable_memory_is_copied_whole_or_fails(slabs: Slabs, views: SlabViews
 # --- memory of the system -------------------------------------------------------------------------
 
 
-def test_adjacent_parts_are_mapped_once(slabs: Slabs) -> None:
+def test_each_page_is_provided_once(slabs: Slabs) -> None:
     slab = reserved(slabs, MEBI)
     assert slab.start == 0
-    lengths = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
-    parts = [slabs.section(slab, begin, length) for begin, length in lengths]
-    # From there on, or from the end if the pages of other parts are enough.
-    assert [part.fresh_from for part in parts] == [0, 2000, PAGE, 3000 + 2 * PAGE]
+    # The last part is written first, and the first has pages of the second.
+    lengths = [(2000 + 2 * PAGE, 1000), (0, 1000), (1000, 1000), (2000, 2 * PAGE)]
+    parts = [Section(slab, begin, length) for begin, length in lengths]
+    assert [slabs.count_fresh(part) // PAGE for part in parts] == [1, 1, 1, 3]
     assert memory_of(slabs._fd) == 0
-    for part in parts:
+    for part, pages in zip(parts, [1, 2, 2, 3], strict=True):
         write(slabs, part)
-    assert memory_of(slabs._fd) == 3 * PAGE
+        assert slabs.count_fresh(part) == 0
+        assert memory_of(slabs._fd) == pages * PAGE
+
+
+def test_memory_that_was_returned_is_fresh(slabs: Slabs) -> None:
+    part = taken(slabs, MEBI)
+    slabs.write(part, (), releases_gil=False)
+    assert slabs.take_unused() is None
+    del part
+    assert slabs.take_unused() is None  # it was used since the last call
+    unused = slabs.take_unused()
+    assert unused is not None
+    assert (unused.start, unused.length) == (0, MEBI)
+    slabs.punch(unused)
+    del unused
+    assert memory_of(slabs._fd) == 0
+    assert slabs.count_fresh(taken(slabs, MEBI)) == MEBI
 
 
 def test_missing_memory_fails_before_writing(slabs: Slabs) -> None:
@@ -116,11 +132,10 @@ def test_missing_memory_fails_before_writing(slabs: Slabs) -> None:
     large = taken(slabs, 4 * MEBI)
     with pytest.raises(OSError, match="Bad file descriptor"):
         write(slabs, large)
-    slabs.mark_uncommitted(large)
     del large
     assert memory_of(slabs._fd) == MEBI
     # It is known that the memory is not there, and the memory that is there can be used.
-    assert taken(slabs, MEBI).fresh_from == MEBI
+    assert slabs.count_fresh(taken(slabs, MEBI)) == MEBI
     del small
     write(slabs, taken(slabs, MEBI), b"after")
 
@@ -130,7 +145,7 @@ def test_missing_memory_fails_before_writing(slabs: Slabs) -> None:
 
 def test_referenced_slab_stays_occupied(slabs: Slabs) -> None:
     slab = reserved(slabs, MEBI)
-    part = slabs.section(slab, slab.start, PAGE)
+    part = Section(slab, slab.start, PAGE)
     del slab
     assert slabs.count == 1
     del part
@@ -144,6 +159,36 @@ def test_referenced_slab_stays_occupied(slabs: Slabs) -> None:
     leaked.leak()
     del leaked
     assert slabs.count == 1
+
+
+# --- memory of the worker -------------------------------------------------------------------------
+
+
+def place(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+
+
+def test_spare_memory_is_used_again_when_no_view_is_left() -> None:
+    spare = SpareMemory()
+    pieces = [memoryview(b"1" * MEBI), memoryview(b"23")]
+    view = spare.gather(pieces)
+    first = place(view)
+    row = np.frombuffer(view[MEBI - 1 :], np.uint8)
+    del view
+    assert row.tobytes() == b"123"
+    assert place(spare.gather(pieces)) != first
+    assert row.tobytes() == b"123"
+    del row
+    assert first in {place(view) for view in [spare.gather(pieces), spare.gather(pieces[1:])]}
+    assert len(spare._free) == 2
+    view = spare.gather(pieces * 2)
+    # The others were too small.
+    assert spare._free == []
+    del view
+    spare.rest()
+    assert len(spare._free) == 1  # it was used since the last call
+    spare.rest()
+    assert spare._free == []
 
 
 # --- forks ----------------------------------------------------------------------------------------

@@ -268,7 +268,9 @@ async def free(batcher: DynBatcher[Any, Any]) -> None:
 
 def give_back_unused(batcher: DynBatcher[Any, Any]) -> None:
     """The pool's heartbeat gives memory back that was not used for long."""
-    session_of(batcher).memory.give_back_unused()
+    memory = session_of(batcher).memory
+    memory.rests_at = 0.0
+    memory.give_back_unused()
 
 
 @contextmanager
