@@ -115,9 +115,8 @@ class HostInputs:
                 self._warn(error)
             else:
                 slabs.when_unmapped(functools.partial(os.close, lifeline))
-        self.arena = InputArena(self.memory, self._settings, self._warn)
-        # Other inputs go through the socket.
-        self.arena.most_of_all = 1.0
+        # The range is for staged inputs alone: all others go through the socket.
+        self.arena = InputArena(self.memory, self._settings, self._warn, most_of_all=1.0)
         if self._has_large:
             self.arena.enable()
 

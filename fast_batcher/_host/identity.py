@@ -312,12 +312,14 @@ def _read_status(pid: int) -> list[str] | None:
 
 def _digest_process(module_file: str | None) -> dict[str, str]:
     """Digest what the answers of workers depend on besides the batcher and the model."""
+    # The host and the workers run it.
+    program = os.fsdecode(spawn.get_executable())
     facets = {
         "the version of fast_batcher": __version__,
         "the version of Python": sys.version,
-        # The host and the workers run it.
-        "the interpreter": os.fsdecode(spawn.get_executable()),
-        "sys.path": sys.path,
+        # Its file may be a link: a virtual environment's is, and says which environment is meant.
+        "the interpreter": (_resolve(os.path.dirname(program)), os.path.basename(program)),
+        "sys.path": [*map(_resolve, sys.path)],
         "the working directory": _find_working_directory(),
         "the CPU affinity": _find_affinity(),
         MODULE_FILE: None if module_file is None else read_state(module_file),
@@ -348,6 +350,11 @@ def find_namespace() -> int | None:
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return None
+
+
+def _resolve(path: str) -> str:
+    """Resolve links and `..` of an absolute path; the working directory is a facet by itself."""
+    return os.path.realpath(path) if os.path.isabs(path) else path
 
 
 def _find_working_directory() -> str | None:

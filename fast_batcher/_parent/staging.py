@@ -271,12 +271,16 @@ class InputArena:
     """Copies inputs into shared memory."""
 
     def __init__(
-        self, memory: MemoryService, settings: Settings, warn: Callable[[BaseException], None]
+        self,
+        memory: MemoryService,
+        settings: Settings,
+        warn: Callable[[BaseException], None],
+        most_of_all: float = MOST_OF_ALL,
     ) -> None:
         self._memory = memory
         self._warn = warn
         # Largest share of the memory for all slabs.
-        self.most_of_all = MOST_OF_ALL
+        self._most_of_all = most_of_all
         # Bytes from which on, and up to which, an input is staged.
         self._least = max(settings.shared_memory_threshold, LEAST_STAGED)
         self._most = settings.max_frame_bytes - MOST_AROUND
@@ -385,7 +389,7 @@ class InputArena:
         opened = self._open.get(key) or self._open_slab(slabs, key, size)
         if opened is None or opened.rest is None:
             return None
-        slab = slabs.cut(opened.rest, size)
+        slab = slabs.cut(opened.rest, size) if opened.count > 1 else opened.rest
         opened.count -= 1
         if not opened.count:
             self.close_slab(opened)
@@ -397,7 +401,7 @@ class InputArena:
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
         count = max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
-        most = int(slabs.size * self.most_of_all)
+        most = int(slabs.size * self._most_of_all)
         # The open slabs may be of layouts that never come again.
         while self._open and (
             len(self._open) == MOST_OPEN or slabs.taken_bytes + count * size > most
@@ -405,8 +409,7 @@ class InputArena:
             self.close_slab(next(iter(self._open.values())))
         count = min(count, (most - slabs.taken_bytes) // size)
         slab = None
-        # A byte more: `cut` leaves a part.
-        while count > 0 and (slab := slabs.reserve(count * size + 1)) is None:
+        while count > 0 and (slab := slabs.reserve(count * size)) is None:
             count //= 2
         if slab is None:
             return None

@@ -435,12 +435,12 @@ class SpareMemory:
     def __init__(self) -> None:
         # Any thread may append.
         self._free: list[mmap.mmap] = []
-        self._is_resting = False
+        # The smallest length of the list since the last `rest`.
+        self._unused = 0
 
     def gather(self, views: list[memoryview]) -> memoryview:
         """Copy bytes behind each other; the memory is taken until no view of it is left."""
         size = sum(map(len, views))
-        self._is_resting = False
         memory = next((memory for memory in self._free if len(memory) >= size), None)
         if memory is None:
             self._free.clear()  # they are too small
@@ -448,6 +448,7 @@ class SpareMemory:
             memory = mmap.mmap(-1, 1 << size.bit_length(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._free.remove(memory)
+        self._unused = min(self._unused, len(self._free))
         target = lend_memory(memory, self._free.append, memory)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(target))
         for view in views:
@@ -456,10 +457,9 @@ class SpareMemory:
         return target[:size]
 
     def rest(self) -> None:
-        """Return the memory to the system if it was not used since the last call."""
-        if self._is_resting:
-            self._free.clear()
-        self._is_resting = True
+        """Return to the system the memory that was not used since the last call."""
+        del self._free[: self._unused]
+        self._unused = len(self._free)
 
 
 class SlabViews:

@@ -97,6 +97,18 @@ def test_half_of_memory_stays_for_other_inputs(harness: SenderHarness) -> None:
     assert harness.slabs.taken_bytes == SIZE / 2
 
 
+def test_memory_of_one_input_is_used_again(harness: SenderHarness) -> None:
+    size = 2 * MEBI
+    requests = harness.arrive(*numbered(4, size))
+    harness.run_jobs()
+    freed = requests[1].staged
+    assert freed is not None
+    freed.release()
+    (again,) = harness.arrive(filled(9, size))
+    assert again.staged is not None
+    assert again.staged.start == freed.start
+
+
 # --- copying in the thread ------------------------------------------------------------------------
 
 

@@ -184,9 +184,18 @@ def test_spare_memory_is_used_again_when_no_view_is_left() -> None:
     view = spare.gather(pieces * 2)
     # The others were too small.
     assert spare._free == []
-    del view
+
+
+def test_spare_memory_that_was_not_used_for_a_while_is_returned() -> None:
+    spare, piece = SpareMemory(), [memoryview(b"x")]
+    views = [spare.gather(piece) for _ in range(3)]
+    views.clear()
     spare.rest()
-    assert len(spare._free) == 1  # it was used since the last call
+    for count in (3, 1, 1):
+        assert len(spare._free) == count
+        view = spare.gather(piece)
+        del view
+        spare.rest()
     spare.rest()
     assert spare._free == []
 

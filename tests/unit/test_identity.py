@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import spawn
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,23 @@ def test_key_changes_with_each_facet_of_a_process(
     # Programs that share a name may have other arguments, and nothing else.
     after_named = make_key("name", {}, str(file), "Model")
     assert (after_named == named) is (facet == COMMAND)
+
+
+def test_key_does_not_depend_on_how_a_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = make_key(True, {}, None, "Model")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    sys.path[0] = f"{link}/../{tmp_path.name}"
+    program = os.fsdecode(spawn.get_executable())
+    directory, name = os.path.split(program)
+    try:
+        spawn.set_executable(f"{directory}/../{os.path.basename(directory)}/{name}")
+        assert make_key(True, {}, None, "Model") == before
+    finally:
+        spawn.set_executable(program)
 
 
 def test_key_changes_with_the_cores_of_a_process() -> None:
