@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -189,7 +189,9 @@ def _read_pss() -> float:
     return total / 1024
 
 
-def measure_all(tables: Sequence[Table], arguments: Any) -> list[Measurement]:
+def measure_all(
+    tables: Sequence[Table], arguments: Any, measure: Callable[[str, Load, float], Figures]
+) -> list[Measurement]:
     """Measure everything, with progress on stderr; the systems take turns."""
     found: list[Measurement] = []
     versions = find_versions()
@@ -231,7 +233,7 @@ def main() -> int:
         load = replace(load, seconds=arguments.seconds)
         chosen = tuple(one for one in systems if one in arguments.systems)
         tables.append(Table(part, part, load, chosen, columns))
-    measurements = measure_all(tables, arguments)
+    measurements = measure_all(tables, arguments, measure)
     by_name = {table.name: table for table in tables}
     verdicts = [
         Verdict(

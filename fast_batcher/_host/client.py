@@ -123,6 +123,7 @@ class HostInputs:
     def lose(self) -> None:
         """Forget the memory of a host that is dead."""
         self._rows.clear()
+        self.memory.close_slabs()
         slabs, self.memory.slabs = self.memory.slabs, None
         if isinstance(slabs, Slabs):
             self._lost.append(slabs)

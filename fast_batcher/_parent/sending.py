@@ -172,7 +172,7 @@ class BatchSender:
         worker.leases[batch.id] = leased
         for staged in inputs:
             if staged.opened is not None:
-                self.arena.close_slab(staged.opened)
+                self._memory.close_slab(staged.opened)
             staged.release()
         return True
 

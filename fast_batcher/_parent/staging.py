@@ -125,6 +125,18 @@ class JobThread:
 REST = 60.0
 
 
+@dataclass(slots=True)
+class OpenSlab:
+    """A slab that takes more inputs of one layout."""
+
+    key: Key
+    # The layout, pickled.
+    packed: bytes
+    # The part that is left, and the number of inputs that it takes; None and 0 once it is closed.
+    rest: Slab | None
+    count: int
+
+
 class MemoryService:
     """Owner of the slabs for large inputs and of the copier thread.
 
@@ -141,6 +153,8 @@ class MemoryService:
             except OSError as error:
                 # Its frames would hold this object.
                 self.slabs = error.with_traceback(None)
+        # The slabs that take more inputs, by layout, least recently used first.
+        self.open_slabs: dict[Key, OpenSlab] = {}
         self._copier = JobThread(loop, f"fast_batcher-copier-{name}")
         # The moment from which on unused memory is returned.
         self.rests_at = monotonic() + REST
@@ -154,12 +168,24 @@ class MemoryService:
         """
         self._copier.run(job, done)
 
+    def close_slab(self, opened: OpenSlab) -> None:
+        """Put no more inputs into this slab; may be called again."""
+        opened.rest, opened.count = None, 0
+        if self.open_slabs.get(opened.key) is opened:
+            del self.open_slabs[opened.key]
+
+    def close_slabs(self) -> None:
+        """Put no more inputs into any of the open slabs."""
+        for opened in list(self.open_slabs.values()):
+            self.close_slab(opened)
+
     def give_back_unused(self) -> None:
         """Start to return memory that was not used for a minute; called every few seconds."""
         slabs, now = self.slabs, monotonic()
         if not isinstance(slabs, Slabs) or now < self.rests_at:
             return
         self.rests_at = now + REST
+        self.close_slabs()
         unused = slabs.take_unused()
         if unused is not None:
             self.run_in_thread(functools.partial(slabs.punch, unused), lambda _: None)
@@ -232,7 +258,7 @@ class StagedInput:
     layout: bytes
     state: CopyState = CopyState.COPYING
     # The slab from which its own was cut; None in a host.
-    opened: "_OpenSlab | None" = None
+    opened: OpenSlab | None = None
     # Set while a batch waits for the copy; called when the copy is made or has failed.
     when_copied: Callable[[], None] | None = None
 
@@ -253,18 +279,6 @@ class StagedInput:
         callback, self.when_copied = self.when_copied, None
         if callback is not None:
             callback()
-
-
-@dataclass(slots=True)
-class _OpenSlab:
-    """A slab that takes more inputs of one layout."""
-
-    key: Key
-    # The layout, pickled.
-    packed: bytes
-    # The part that is left, and the number of inputs that it takes; None and 0 once it is closed.
-    rest: Slab | None
-    count: int
 
 
 class InputArena:
@@ -291,8 +305,6 @@ class InputArena:
         # The probes, by type of value. Empty until `enable`, so that apps with small inputs skip
         # the probe.
         self.probes: dict[type, LayoutProbe] = {}
-        # The open slabs by layout, least recently used first.
-        self._open: dict[Key, _OpenSlab] = {}
         # The memory of the arrays of `allocate` by start. The callback of the reference removes the
         # entry when the last view of the array is gone.
         self._allocated: dict[int, tuple[StagedInput, weakref.ref[Any]]] = {}
@@ -378,42 +390,38 @@ class InputArena:
             if original.slab is not None:
                 original.slab.leak()
 
-    def close_slab(self, opened: _OpenSlab) -> None:
-        """Put no more inputs into this slab; may be called again."""
-        opened.rest, opened.count = None, 0
-        if self._open.get(opened.key) is opened:
-            del self._open[opened.key]
-
     def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, StagedInput] | None:
         """Find room for one more input, in an open slab or a new one."""
-        opened = self._open.get(key) or self._open_slab(slabs, key, size)
+        open_slabs = self._memory.open_slabs
+        opened = open_slabs.get(key) or self._open_slab(slabs, key, size)
         if opened is None or opened.rest is None:
             return None
         slab = slabs.cut(opened.rest, size) if opened.count > 1 else opened.rest
         opened.count -= 1
         if not opened.count:
-            self.close_slab(opened)
-        elif len(self._open) > 1:
-            self._open[key] = self._open.pop(key)
+            self._memory.close_slab(opened)
+        elif len(open_slabs) > 1:
+            open_slabs[key] = open_slabs.pop(key)
         start = slab.start
         staged = StagedInput(slab, start, start + size, opened.packed, opened=opened)
         return Section(slab, start, size), staged
 
-    def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
+    def _open_slab(self, slabs: Slabs, key: Key, size: int) -> OpenSlab | None:
         count = max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
         most = int(slabs.size * self._most_of_all)
         # The open slabs may be of layouts that never come again.
-        while self._open and (
-            len(self._open) == MOST_OPEN or slabs.taken_bytes + count * size > most
+        open_slabs = self._memory.open_slabs
+        while open_slabs and (
+            len(open_slabs) == MOST_OPEN or slabs.taken_bytes + count * size > most
         ):
-            self.close_slab(next(iter(self._open.values())))
+            self._memory.close_slab(next(iter(open_slabs.values())))
         count = min(count, (most - slabs.taken_bytes) // size)
         slab = None
         while count > 0 and (slab := slabs.reserve(count * size)) is None:
             count //= 2
         if slab is None:
             return None
-        self._open[key] = opened = _OpenSlab(key, _pack(Layout(*key)), slab, count)
+        open_slabs[key] = opened = OpenSlab(key, _pack(Layout(*key)), slab, count)
         return opened
 
     def _finish(self, slabs: Slabs, staged: StagedInput, error: BaseException | None) -> None:

@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from memory_files import memory_of
 from models.large import digest
 from models.shared import Batches
 from programs import run_command
 from sessions import host_of, own_directory
 from shared_client import client, decode, make
-from waits import ONE_LOOP, Gate, Watch, call, outcome, turns
+from waits import ONE_LOOP, Gate, Watch, call, outcome, turns, until
 
 from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher._host.client import RemoteSession
 from fast_batcher._host.protocol import MAX_RANGES
+from fast_batcher._shared_memory.inputs import Slabs
 
 __all__ = ["own_directory"]
 
@@ -168,6 +171,26 @@ async def test_kept_array_keeps_its_memory() -> None:
         del kept
         while await count_shared(filling=2) != MAX_RANGES - 1:
             pass
+
+
+async def test_process_returns_memory_that_it_has_not_used_for_a_while() -> None:
+    async with make(*DIGESTS) as batcher:
+        array = np.ones(2_000_000, np.uint8)
+        for _ in range(2):  # only the first large input is sent through the socket
+            await batcher.process_batched(array)
+        assert isinstance(batcher._session, RemoteSession)
+        memory = batcher._session._inputs.memory
+        slabs = memory.slabs
+        assert isinstance(slabs, Slabs)
+        # The file has the memory of the host, too.
+        used = memory_of(slabs._fd)
+
+        def is_returned() -> bool:
+            memory.rests_at = 0.0  # the while is over
+            return memory_of(slabs._fd) <= used - array.nbytes
+
+        await until(is_returned)
+        assert await batcher.process_batched(array) == digest(bytes(array))
 
 
 FORKS = """

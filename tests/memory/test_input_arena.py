@@ -61,12 +61,6 @@ def runs(harness: SenderHarness) -> list[tuple[int, int]]:
     return [(start, count) for _, start, count in loads(harness.queue[0][2])]
 
 
-def close_all(harness: SenderHarness) -> None:
-    """No slab is open any more."""
-    for one in [*harness.arena._open.values()]:
-        harness.arena.close_slab(one)
-
-
 # --- how inputs lie -------------------------------------------------------------------------------
 
 
@@ -118,7 +112,7 @@ def test_pipe_is_used_without_memory(
 ) -> None:
     refuse_memory(harness.slabs._fd)
     assert harness.arena.allocate(BYTES, (size,)) is None
-    close_all(harness)
+    harness.memory.close_slabs()
     harness.dispatch(harness.arrive(*numbered(2, size)))
     harness.batch("after")
     harness.run_jobs()
@@ -141,7 +135,7 @@ def test_loop_turn_copies_a_bounded_part(harness: SenderHarness) -> None:
         harness.run_jobs()
         staged.clear()
         harness.arena.end_turn()
-        close_all(harness)
+        harness.memory.close_slabs()
         assert harness.slabs.count == 0
 
 
@@ -151,7 +145,7 @@ def test_array_resized_by_thread_is_not_staged(harness: SenderHarness) -> None:
         filled(0, SMALL + 8), least, most
     )
     assert harness.arena.stage(filled(2)) is None
-    close_all(harness)
+    harness.memory.close_slabs()
     assert harness.slabs.count == 0
 
 
@@ -367,7 +361,7 @@ class AtRandom(RuleBasedStateMachine):
         self.sent.clear()
         self.die()
         assert self.harness.refused == []
-        assert self.harness.slabs.count == len(self.harness.arena._open)
+        assert self.harness.slabs.count == len(self.harness.memory.open_slabs)
         self.harness.close()
 
 

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from waits import LIMIT, assert_balance, call, outcome, turns, until
 from fast_batcher import DynBatcher
 from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._parent.sending import BatchSender, FrameWorker
-from fast_batcher._parent.staging import MOST_AT_ONCE
+from fast_batcher._parent.staging import MOST_AT_ONCE, Done, Job, MemoryService
 from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
 from fast_batcher._transport.pickling import SerializedError, loads
@@ -77,20 +77,32 @@ class Worker:
         return values
 
 
+class HeldMemory(MemoryService):
+    """Memory whose copier thread does nothing: its jobs are kept."""
+
+    def __init__(self) -> None:
+        loop: Any = None
+        super().__init__(loop, SIZE, "name")
+        self.jobs: list[tuple[Job, Done]] = []
+
+    def run_in_thread(self, job: Job, done: Done) -> None:
+        self.jobs.append((job, done))
+
+
 class SenderHarness:
     """A `BatchSender` with real slabs, one worker, and the jobs of the copier thread."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.slabs = Slabs(SIZE)
-        self.jobs: list[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = []
+        self.memory = HeldMemory()
+        assert isinstance(self.memory.slabs, Slabs)
+        self.slabs, self.jobs = self.memory.slabs, self.memory.jobs
         # The requests that turned out not to be sendable, with the reasons.
         self.refused: list[Any] = []
         settings = self.settings = Settings(
             max_frame_bytes=max_frame_bytes, shared_memory_threshold=4096, max_batch_size=8
         )
-        memory: Any = self
         self.workers: dict[int, Any] = {}
-        self.sender = BatchSender(settings, memory, self.workers, "name")
+        self.sender = BatchSender(settings, self.memory, self.workers, "name")
         self.arena = self.sender.arena
         self._next_batch = 0
         self.worker = Worker(3, self.slabs)
@@ -111,9 +123,6 @@ class SenderHarness:
         self.worker.is_alive = False
         worker: Any = self.worker
         FrameWorker._end_leases(worker, inherited)
-
-    def run_in_thread(self, job: Any, done: Any) -> None:
-        self.jobs.append((job, done))
 
     def arrive(self, *values: Any) -> list[Request]:
         """A request for each value, staged if it is to be, each in a turn of the loop."""
@@ -258,7 +267,7 @@ def has_slabs(batcher: DynBatcher[Any, Any]) -> bool:
 
 def is_free(batcher: DynBatcher[Any, Any]) -> bool:
     """Whether all slabs have come back, except those that are open for more inputs."""
-    return slabs_of(batcher).count == len(session_of(batcher).sender.arena._open)
+    return slabs_of(batcher).count == len(session_of(batcher).memory.open_slabs)
 
 
 async def free(batcher: DynBatcher[Any, Any]) -> None:
