@@ -318,8 +318,8 @@ def _digest_process(module_file: str | None) -> dict[str, str]:
         "the version of fast_batcher": __version__,
         "the version of Python": sys.version,
         # Its file may be a link: a virtual environment's is, and says which environment is meant.
-        "the interpreter": (_resolve(os.path.dirname(program)), os.path.basename(program)),
-        "sys.path": [*map(_resolve, sys.path)],
+        "the interpreter": (_resolve_path(os.path.dirname(program)), os.path.basename(program)),
+        "sys.path": [*map(_resolve_path, sys.path)],
         "the working directory": _find_working_directory(),
         "the CPU affinity": _find_affinity(),
         MODULE_FILE: None if module_file is None else read_state(module_file),
@@ -352,7 +352,7 @@ def find_namespace() -> int | None:
     return None
 
 
-def _resolve(path: str) -> str:
+def _resolve_path(path: str) -> str:
     """Resolve links and `..` of an absolute path; the working directory is a facet by itself."""
     return os.path.realpath(path) if os.path.isabs(path) else path
 

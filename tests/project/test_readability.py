@@ -56,11 +56,12 @@ BUDGETS = {
     "independence": (r"_independence\.py", 93),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
     "tools": (r"(_cli|_load)/|__main__\.py", 2441),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1777),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1778),
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
     # rules of the user's; 213 for shares; 129 for batches that are joined end to end; 24 for
-    # the count of filled elements, which the worker alone knows.
-    "core": ("", 19_146),
+    # the count of filled elements, which the worker alone knows; 46 for a scheduler whose parts no
+    # shell reaches, so that no event forgets the timer, and for memory that is used again.
+    "core": ("", 19_192),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
