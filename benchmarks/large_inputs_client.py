@@ -23,13 +23,14 @@ class DeviceCopy(InferenceModel[Any, Any]):
 
     def __init__(self) -> None:
         self._device = np.zeros((MAX_BATCH_SIZE, *ARRAY_SHAPE), np.float32)
+        self._numbers = self._device.reshape(MAX_BATCH_SIZE, -1)[:, 0]
 
     def infer(self, inputs: list[Any]) -> list[tuple[float, bool]]:
         """Answer each array with its first number, and whether its batch was copied to stack it."""
         batch = fast_batcher.stack(inputs)
         self._device[: len(batch)] = batch
         is_copied = not np.shares_memory(batch, inputs[0])
-        return [(first, is_copied) for first in self._device[: len(batch), 0].tolist()]
+        return [(first, is_copied) for first in self._numbers[: len(batch)].tolist()]
 
 
 async def run(batcher: DynBatcher[Any, Any], callers: int, seconds: float) -> dict[str, Any]:
@@ -45,7 +46,7 @@ async def run(batcher: DynBatcher[Any, Any], callers: int, seconds: float) -> di
             array = batcher.allocate_input(ARRAY_SHAPE, np.float32)
             ordinary += bool(array.flags.owndata)
             array[:] = source
-            array[0] = number
+            array.flat[0] = number
             first, is_copied = await batcher.process_batched(array)
             assert first == number, "an answer of another caller"
             stacked += is_copied
