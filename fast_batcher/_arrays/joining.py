@@ -753,11 +753,11 @@ def list_outputs(
 ) -> list[Any]:
     """Return the outputs of a batch as a list: an array or tensor is split along its first axis."""
     # A view of a row keeps the whole batch in memory, and changes when the model fills the array
-    # again: so rows of tensors are copied, and those of arrays with `copies`. `returned` is the
-    # subject and verb of error messages.
+    # again: so rows of tensors are copied, and with `copies` those of arrays, and the views in a
+    # list. `returned` is the subject and verb of error messages.
     # A subclass of list may iterate over something else than its items.
     if type(outputs) is list and len(outputs) == count:
-        return outputs
+        return _copy_views(outputs) if copies else outputs
     return _list_rows(outputs, count, returned, copies=copies, to_cpu=to_cpu)
 
 
@@ -776,6 +776,8 @@ def _list_rows(outputs: Any, count: int, returned: str, *, copies: bool, to_cpu:
         rows = copy_rows(outputs)
     else:
         rows = list(islice(outputs, count + 1))  # of a longer one, one more than `count`
+        if copies:
+            rows = _copy_views(rows)
     if len(rows) != count:
         found = "more" if len(rows) > count else len(rows)
         raise OutputMismatchError(
@@ -783,6 +785,21 @@ def _list_rows(outputs: Any, count: int, returned: str, *, copies: bool, to_cpu:
             f"iteration gives {found}; return a list with one output per input"
         )
     return rows
+
+
+def _copy_views(outputs: list[Any]) -> list[Any]:
+    """Copy the arrays and tensors that are parts of others."""
+    if _ATOMS.issuperset(map(type, outputs)):
+        return outputs
+    return [_copy_view(output) for output in outputs]
+
+
+def _copy_view(output: Any) -> Any:
+    if is_array(output):
+        return output if output.base is None else output.copy()
+    if is_joinable_tensor(output) and output.untyped_storage().nbytes() != output.nbytes:
+        return _copy_tensor(output)
+    return output
 
 
 def _describe_fault(outputs: Any) -> str | None:

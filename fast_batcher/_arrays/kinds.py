@@ -23,10 +23,10 @@ def find_torch() -> Any:
 def is_array(value: Any) -> bool:
     """Return whether a value is a NumPy array, of whatever subclass."""
     numpy = find_numpy()
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 
 def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor, of whatever subclass."""
     torch = find_torch()
-    return torch is not None and isinstance(value, torch.Tensor)
+    return torch is not None and issubclass(type(value), torch.Tensor)

@@ -420,7 +420,7 @@ class RemoteSession(Session):
                 continue
             outcome = packed if read is None else read(packed)
             try:
-                if outcome.__class__ is Failure:
+                if type(outcome) is Failure:
                     set_exception(request, outcome.error)
                 else:
                     request.caller.set_result(outcome)

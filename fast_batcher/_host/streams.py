@@ -125,11 +125,10 @@ class RemoteStreams:
     def put(self, request: Request, packed: Any) -> Failure | None:
         """Give a request its next chunk; return the failure of one that cannot be unpickled."""
         chunk = decode(packed)
-        if chunk.__class__ is Failure:
-            failure: Failure = chunk
-            return failure
+        if type(chunk) is Failure:
+            return chunk
         queue = request.caller
-        if queue.__class__ is not ChunkQueue:
+        if type(queue) is not ChunkQueue:
             self._whole.setdefault(request, []).append(chunk)
             return None
         if not request.has_chunks:

@@ -15,7 +15,6 @@ from collections.abc import Awaitable
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import isawaitable
 from math import inf
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import CurrentModel
 from fast_batcher._session.offload import offload
 from fast_batcher._session.outcomes import timeout_of
-from fast_batcher._session.output_cache import EXITS, OutputCache
+from fast_batcher._session.output_cache import EXITS, OutputCache, is_awaitable
 from fast_batcher._session.session import Session
 from fast_batcher._transport.pickling import to_cause
 from fast_batcher.caching import hash_input
@@ -207,7 +206,7 @@ class SingleFlight:
         flight = self._by_key[key] = _Flight(key, reloads)
         self._join(flight, request)
         found = self._cache.look_up(key)
-        if isawaitable(found):
+        if is_awaitable(found):
             self.lookups[flight] = asyncio.create_task(self._look_up(flight, found))
         else:
             self._take_found(flight, found)
@@ -259,13 +258,16 @@ class SingleFlight:
             self._forget(flight)
 
     def _deliver(self, flight: _Flight, output: Any) -> None:
-        """Give each call a copy of the output, from the next turn of the event loop on."""
-        self._forget(flight)
+        """Give each call a copy of the output, from the next turn of the event loop on.
+
+        Until then further calls join: a crowd in one turn costs one look-up and one task.
+        """
         copying = self._copy(flight, output, _is_large(output))
         flight.delivery = self.binding.loop.create_task(copying, context=Context())
 
     async def _copy(self, flight: _Flight, output: Any, is_large: bool) -> None:
         """Make the copies for `SLICE` seconds in each turn of the loop; large ones in a thread."""
+        self._forget(flight)
         async with self._copying[is_large]:
             while flight.calls:
                 began_at = monotonic()

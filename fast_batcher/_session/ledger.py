@@ -173,7 +173,7 @@ class Ledger:
                 continue
             request.is_settled = True
             try:
-                if outcome.__class__ is Failure:
+                if type(outcome) is Failure:
                     request.caller.set_exception(outcome.error)
                     ended.append(_outcome_of(outcome.error))
                 else:
@@ -200,7 +200,7 @@ class Ledger:
         if {"failed", "refused"} & {*ended}:
             return
         pairs = zip(requests, outcomes, strict=True)
-        failed = [pair for pair in pairs if pair[1].__class__ is Failure]
+        failed = [pair for pair in pairs if type(pair[1]) is Failure]
         if failed and not any(getattr(one.caller, "has_failed", False) for one, _ in failed):
             self.note_late_error(failed[0][1].error)
 

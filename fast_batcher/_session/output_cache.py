@@ -5,7 +5,6 @@ the cache may be coroutine functions or plain ones.
 """
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -16,6 +15,14 @@ logger = logging.getLogger("fast_batcher")
 
 # Exceptions that end the program.
 EXITS = (KeyboardInterrupt, SystemExit)
+
+
+def is_awaitable(found: Any) -> bool:
+    """Return whether the cache has returned an awaitable; asks the type alone.
+
+    A stored output may be an object whose attributes raise.
+    """
+    return issubclass(type(found), Awaitable)
 
 
 class OutputCache:
@@ -47,7 +54,7 @@ class OutputCache:
     async def get(self, key: Any) -> Any:
         """Return an output, `CachedNone.NONE` for the output None, and None for a miss."""
         found = self.look_up(key)
-        return await found if inspect.isawaitable(found) else found
+        return await found if is_awaitable(found) else found
 
     def look_up(self, key: Any) -> Any:
         """Return what `get` returns, or an awaitable of it if `get` of the cache returns one."""
@@ -58,7 +65,7 @@ class OutputCache:
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("get", error)
             return None
-        return self._wait_for("get", found) if inspect.isawaitable(found) else found
+        return self._wait_for("get", found) if is_awaitable(found) else found
 
     def store(self, key: Any, output: Any) -> None:
         """Store an output, in a task if `set` of the cache is asynchronous."""
@@ -69,7 +76,7 @@ class OutputCache:
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("set", error)
             return
-        if inspect.isawaitable(stored):
+        if is_awaitable(stored):
             task = asyncio.create_task(self._wait_for("set", stored))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

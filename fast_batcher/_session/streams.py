@@ -16,7 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
-from fast_batcher._transport.pickling import TEXTS
+from fast_batcher._transport.pickling import measure_known
 from fast_batcher.errors import InferenceError
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
@@ -46,7 +46,7 @@ class ChunkSink:
 
     def put(self, chunk: Any) -> bool:
         """Add a chunk; return whether the stream is to pause."""
-        size = len(chunk) if type(chunk) in TEXTS else getattr(chunk, "nbytes", 0)
+        size = measure_known(chunk) or 0
         self._sizes.append(size)
         self._bytes += size
         self._add(chunk)
@@ -252,7 +252,7 @@ class StreamFigures:
         for batch, outcome in zip(streams, outcomes, strict=True):
             request = batch.requests[0]
             # An observer may have the times of a request that is settled.
-            if request.is_settled or outcome.__class__ is Failure:
+            if request.is_settled or type(outcome) is Failure:
                 continue
             times = request.chunk_times
             if not times.count:
@@ -286,7 +286,7 @@ def give_chunks(
         if request.is_settled:
             continue
         queue = request.caller
-        if outcome.__class__ is Failure:
+        if type(outcome) is Failure:
             failures[batch.id] = outcome
         elif isinstance(queue, ChunkSink):
             request.has_chunks = True

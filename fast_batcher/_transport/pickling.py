@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fast_batcher._arrays.kinds import find_numpy, find_torch
+from fast_batcher._arrays.kinds import find_numpy, find_torch, is_array, is_tensor
 from fast_batcher._arrays.tensors import reduce_tensor
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.channels import READ_SIZE
@@ -132,15 +132,21 @@ def fragment(items: Iterable[bytes | SerializedError], max_frame_bytes: int) -> 
 def measure_size(value: Any) -> int:
     """Estimate the bytes of a value on the pipe; 0 if it cannot be pickled.
 
-    Texts, bytes, arrays and tensors know their size; other values are pickled to measure it.
+    Values that do not know their size are pickled to measure it.
     """
-    if isinstance(value, bytes | bytearray | str):
-        return len(value)
     try:
-        # Arrays and tensors have `nbytes`.
-        return int(value.nbytes) if hasattr(value, "nbytes") else len(dumps(value))
+        size = measure_known(value)
+        return len(dumps(value)) if size is None else size
     except BaseException:  # noqa: BLE001  user code; the error is reported when the value is sent
         return 0
+
+
+def measure_known(value: Any) -> int | None:
+    """Return the bytes of a text, array or tensor; None for a value that does not know its size."""
+    if type(value) in TEXTS or type(value) is bytearray:
+        return len(value)
+    # Another class may have anything under this name.
+    return int(value.nbytes) if is_array(value) or is_tensor(value) else None
 
 
 def fits(length: int, max_frame_bytes: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models.base import Echo
 from models.ordinary import Holds, Slow
 from models.raising import Raises
 from models.versions import Versioned
@@ -84,6 +85,18 @@ class AsyncMemory:
 )
 def test_different_inputs_have_different_keys(one: Any, other: Any, *, is_equal: bool) -> None:
     assert (hash_input(one) == hash_input(other)) is is_equal
+
+
+async def test_crowd_of_one_turn_costs_one_look_up() -> None:
+    """Look-ups and tasks of a thousand hits would block the event loop."""
+    memory = LRUCache(10)
+    async with DynBatcher(Echo, cache=memory, workers="threads") as batcher:
+        await batcher.process_batched([1])
+        before = memory.stats().hits
+        outputs = await asyncio.gather(*[batcher.process_batched([1]) for _ in range(1000)])
+        assert outputs == [[1]] * 1000
+        assert len({*map(id, outputs)}) == 1000
+        assert memory.stats().hits == before + 1
 
 
 @pytest.mark.slow
