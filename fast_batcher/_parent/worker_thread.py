@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
+from math import inf
 from queue import SimpleQueue
 from typing import Any
 
@@ -39,6 +40,10 @@ from fast_batcher._worker.main import WorkerSettings, load_and_serve
 # Answers that may wait for the event loop before the thread waits for it: a model with quick steps
 # would fill the memory, and then the loop. The loop takes about 3 ms for as many.
 MOST_UNREAD = 256
+
+# Held by the thread that loads its model: loaders change what belongs to the whole process, as
+# PyTorch's default dtype and default device, and set it back.
+_loading = threading.Lock()
 
 
 class ThreadWorker(WorkerHandle):
@@ -66,6 +71,8 @@ class ThreadWorker(WorkerHandle):
         # Set when it counts as dead, whatever the thread does; and when it is dead.
         self._is_abandoned = threading.Event()
         self._is_dead = threading.Event()
+        # One item while this thread holds `_loading`.
+        self._turn: list[None] = []
         # The thread ends by itself, because it could not load the model.
         self._has_failed = False
         self._exit_code = 0
@@ -77,7 +84,7 @@ class ThreadWorker(WorkerHandle):
         name = f"fast_batcher-worker-{self._name}-{self.index}"
         thread = threading.Thread(target=Context().run, args=(self._run,), name=name, daemon=True)
         thread.start()
-        self.pid, self._thread = os.getpid(), thread
+        self._thread = thread
 
     def attach(self, loop: AbstractEventLoop) -> None:
         """Report on this event loop, and give the worker its model."""
@@ -131,22 +138,42 @@ class ThreadWorker(WorkerHandle):
         try:
             code = load_and_serve(self, self._progress, settings)
         finally:
+            self._end_turn()
             if not self._is_abandoned.is_set():
                 self._exit_code = code
                 self._end()
 
     def receive_model(self) -> Any:
-        """Wait for the model."""
+        """Wait for the model, and then until no other thread of this process loads one."""
         model = self._tasks.get()
-        return None if self._is_abandoned.is_set() else model
+        _loading.acquire()
+        self._turn.append(None)
+        if self._is_abandoned.is_set():
+            return None
+        self.pid = os.getpid()
+        self._report(self._events.worker_placed, self)
+        return model
+
+    def _end_turn(self) -> None:
+        """Let another thread load its model; may be called again, by any thread."""
+        with suppress(IndexError):
+            self._turn.pop()
+            _loading.release()
+
+    @property
+    def start_limit(self) -> float:
+        """Seconds for the loading; the wait for other threads has no limit."""
+        return super().start_limit if self._turn else inf
 
     def fail_start(self, error: SerializedError) -> None:
         """Report that the model could not be loaded."""
+        self._end_turn()
         self._has_failed = True
         self._report(self._start_failed, error)
 
     def report_ready(self, *course: Any) -> None:
         """Report readiness."""
+        self._end_turn()
         self._report(self._loaded, *course)
 
     def receive(self) -> BatchJob | Told | None:
@@ -251,6 +278,7 @@ class ThreadWorker(WorkerHandle):
         if self.is_alive and not self._is_dead.is_set() and not self._has_failed:
             self._exit_code = -number
             self._is_abandoned.set()
+            self._end_turn()
             self._reports.clear()
             self._room.release(MOST_UNREAD)
             self._tasks.put(None)

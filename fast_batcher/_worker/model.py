@@ -178,7 +178,7 @@ def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
     "infer" is the first; without a collation its object is the model.
     """
     if is_session_model(type(model)):
-        return {"infer": SessionInfer(model)}
+        return {"infer": SessionInfer(model, copies=copies)}
     collations = {name: options.collation for name, options in find_methods(model).items()}
     own = collations.pop("infer", None) or getattr(model, "collation", None)
     name = type(model).__qualname__

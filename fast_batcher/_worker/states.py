@@ -36,8 +36,10 @@ class LiveStates(dict[int, Any]):
 class SessionInfer:
     """A `SessionModel` for the loop of the worker: `infer` with the states of sessions."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, copies: bool = False) -> None:
         self._model = model
+        # As for `list_outputs`.
+        self._copies = copies
         self.states = LiveStates(model)
         self.warmup_inputs = model.warmup_inputs
         # Sessions of failed batches, until the parent ends them: it may send further calls before.
@@ -68,7 +70,7 @@ class SessionInfer:
         try:
             if states:
                 found = self._model.infer([inputs[at] for at in states], [*states.values()])
-                outputs = list_outputs(found, len(states), "infer returned", copies=False)
+                outputs = list_outputs(found, len(states), "infer returned", copies=self._copies)
                 for position, output in zip(states, outputs, strict=True):
                     outcomes[position] = output
         finally:

@@ -3,18 +3,24 @@
 import asyncio
 import os
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from programs import run_program
 from waits import LIMIT, outcome
 
-from fast_batcher import Collation, DynBatcher, InferenceModel
+from fast_batcher import Collation, DynBatcher, InferenceModel, SessionModel
 from fast_batcher.caching import LRUCache
-from fast_batcher.errors import ConfigurationError, DeadlineExceededError, InferenceError
+from fast_batcher.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    InferenceError,
+    WorkerStartupError,
+)
 from fast_batcher.testing import BatcherKit, WorkerKind
 
 pytestmark = pytest.mark.anyio
@@ -47,6 +53,76 @@ class ReusesCollated(Reuses):
     """The same, of a stacked batch."""
 
     collation = Collation.stack()
+
+
+class ReusesListed(Reuses):
+    """The same rows, as a list of views."""
+
+    def infer(self, inputs: list[Any]) -> Any:
+        return [*super().infer(inputs)]
+
+
+class ReusesTensors(Reuses):
+    """The same rows, as a list of views of a tensor."""
+
+    def __init__(self) -> None:
+        self._outputs: Any = torch.zeros((8, 2))
+
+    def infer(self, inputs: list[Any]) -> Any:
+        for row, value in enumerate(inputs):
+            self._outputs[row] = torch.tensor(value)
+        return [*self._outputs[: len(inputs)]]
+
+
+class ReusesInSessions(SessionModel[Any, Any, None]):
+    """The same, of a model that remembers."""
+
+    def __init__(self) -> None:
+        self._outputs = np.zeros((8, 2))
+
+    def begin(self) -> None:
+        return None
+
+    def infer(self, inputs: list[Any], states: list[None]) -> Any:
+        self._outputs[: len(inputs)] = inputs
+        return self._outputs[: len(inputs)]
+
+
+class LoadsAlone(InferenceModel[Any, Any]):
+    """Says whether another model of this process loads, while this one does."""
+
+    loading: ClassVar[set[int]] = set()
+
+    def __init__(self, gate: threading.Barrier | None = None) -> None:
+        self.loading.add(id(self))
+        if gate is not None:  # it is broken unless two load at once
+            with suppress(threading.BrokenBarrierError):
+                gate.wait(0.05)
+        self._was_alone = self.loading == {id(self)}
+        self.loading.discard(id(self))
+
+    def warmup_inputs(self) -> list[Any]:
+        self.loading.add(id(self))
+        return [None]
+
+    def infer(self, inputs: list[Any]) -> list[bool]:
+        self._was_alone = self._was_alone and self.loading <= {id(self)}
+        self.loading.discard(id(self))
+        return [self._was_alone] * len(inputs)
+
+
+class HangsOnce(InferenceModel[Any, Any]):
+    """Hangs in its first load."""
+
+    loads: ClassVar[list[threading.Event]] = []
+
+    def __init__(self) -> None:
+        self.loads.append(threading.Event())
+        if len(self.loads) == 1:
+            self.loads[0].wait(LIMIT)
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
 
 
 class Waits(InferenceModel[Any, Any]):
@@ -92,7 +168,9 @@ async def test_an_error_is_made_for_each_caller() -> None:
         assert len({id(error) for error in (first, second, raised)}) == 3
 
 
-@pytest.mark.parametrize("model", [Reuses, ReusesCollated])
+@pytest.mark.parametrize(
+    "model", [Reuses, ReusesCollated, ReusesListed, ReusesTensors, ReusesInSessions]
+)
 async def test_an_array_that_is_filled_again_changes_no_output(model: Any) -> None:
     async with DynBatcher(model, workers="threads") as batcher:
         first = await batcher.process_batched(np.array([1.0, 2.0]))
@@ -229,3 +307,31 @@ def test_windows_has_threads_and_says_so() -> None:
     done = run_program(PRETEND_WINDOWS.read_text())
     assert (done.returncode, done.stdout.splitlines()) == (0, ["False", "[0, 2, 4]", "8 [3, 6]"])
     assert 'on Windows give workers="threads"' in done.stderr
+
+
+async def test_models_load_one_after_the_other() -> None:
+    """Of one batcher and of several: loaders change what belongs to the whole process."""
+    gate = threading.Barrier(2)
+    batchers = [
+        DynBatcher(LoadsAlone, num_workers=2, workers="threads", model_args=(gate,))
+        for _ in range(2)
+    ]
+    async with batchers[0], batchers[1]:
+        calls = [batcher.process_batched(None) for batcher in batchers for _ in range(8)]
+        assert all(await asyncio.gather(*calls))
+
+
+async def test_model_that_hangs_while_it_loads_keeps_no_other_from_loading() -> None:
+    HangsOnce.loads.clear()
+    batcher: DynBatcher[Any, Any] = DynBatcher(HangsOnce, workers="threads", start_timeout=0.1)
+    try:
+        with pytest.raises(WorkerStartupError, match="start_timeout"):
+            await batcher.open()
+        await batcher.aclose()
+        async with DynBatcher(HangsOnce, workers="threads") as other:
+            assert await other.process_batched(1) == 1
+    finally:
+        HangsOnce.loads[0].set()
+        for thread in threading.enumerate():
+            if "HangsOnce" in thread.name:
+                thread.join(LIMIT)
