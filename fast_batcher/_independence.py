@@ -7,6 +7,7 @@ what a batcher answers.
 
 import json
 import math
+import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -107,21 +108,34 @@ def _decode_json(output: Any) -> Any:
 def _compare(one: Any, other: Any) -> float:
     numbers = _to_numbers(one), _to_numbers(other)
     if None in numbers:
-        return 0.0 if one == other else math.inf
+        return 0.0 if _is_equal(one, other) else math.inf
     (values, tolerance), (others, _) = numbers  # type: ignore[misc]  # neither is None
     if len(values) != len(others):
         return math.inf
     largest = max([SMALLEST, *(abs(value) for value in values if value == value)])
-    changes = [
-        abs(value - changed)
-        for value, changed in zip(values, others, strict=True)
-        # Two that are no number are equal, and so are infinite ones.
-        if value != changed and (value == value or changed == changed)
-    ]
+    try:
+        changes = [
+            abs(value - changed) / largest
+            for value, changed in zip(values, others, strict=True)
+            # Two that are no number are equal, and so are infinite ones.
+            if value != changed and (value == value or changed == changed)
+        ]
+    except OverflowError:  # one of two different values is a whole number that no float holds
+        return math.inf
     if any(change != change for change in changes):  # one of the two is no number
         return math.inf
-    change = max(changes, default=0.0) / largest
+    change = max(changes, default=0.0)
     return change if change > tolerance else 0.0
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; arrays of other values than numbers are, too."""
+    if is_array(one) and is_array(other):
+        return bool(one.dtype == other.dtype and _is_equal(one.tolist(), other.tolist()))
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001  as arrays inside of a list
+        return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _to_numbers(leaf: Any) -> tuple[list[Any], float] | None:

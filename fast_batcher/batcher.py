@@ -69,6 +69,7 @@ from fast_batcher.model import (
     concatenates,
     find_cost,
     is_session_model,
+    list_kinds,
     name_of,
     warn_about_hooks,
 )
@@ -87,7 +88,7 @@ from fast_batcher.settings import (
     checked_priority,
     checked_share,
     checked_timeout,
-    reject_for_stepped,
+    reject_for_model,
     reject_unknown_options,
     warn_about_workers,
 )
@@ -152,8 +153,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             other limit replaces a worker that computes.
         auto_open: Whether the first awaited call opens a new batcher.
         name: Printable name for logs and health checks. Default the model's name.
-        cost: Function that returns the cost of an input, for example its number of tokens: 1e-9
-            to 1e15. Batches are then formed of inputs with similar costs. The function is
+        cost: Function that returns the cost of an input, for example its number of tokens: 0 to
+            1e15. Batches are then formed of inputs with similar costs. The function is
             called once per input on the event loop's thread, so it must be quick, and sees the
             context variables (`contextvars`) of the call. Default the model's `cost`, if its class
             has a static or class method of that name; or the length of the input, if the model has
@@ -227,12 +228,10 @@ class DynBatcher(Generic[InputT, OutputT]):
                 else:
                     (general if is_general else values)[option] = value
                     self._sources[option] = source
+        self._model_class = model
         settings = self._make_settings(values, general)
         self._live = LiveSettings(settings)
-        self._model_class = model
         spec = self._check_model(model_args, model_kwargs)
-        if spec.is_stepped:
-            reject_for_stepped(settings)
         self._model = CurrentModel(spec)
         self.name: str = spec.name if name is None else name
         warn_about_workers(settings)
@@ -867,8 +866,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
         self._require_own_process()
         settings = self._settings.changed(changes)
-        if self._model.spec.is_stepped:
-            reject_for_stepped(settings, changes)
+        reject_for_model(settings, list_kinds(self._model_class, settings.stepped), changes)
         if self._session is not None:
             self._session.binding.require_own_thread("reconfigure()")
         if "num_workers" in changes:
@@ -949,14 +947,19 @@ class DynBatcher(Generic[InputT, OutputT]):
         settings, model = self._settings, self._model_class
         most, in_threads = settings.max_frame_bytes, settings.workers == "threads"
         spec = check_model(model, args, kwargs, most, in_threads=in_threads)
+        if settings.stepped and isinstance(model, type) and not spec.is_stepped:
+            raise ConfigurationError(
+                f"stepped=True: {spec.name} is no SteppedModel; omit it, or derive the class from "
+                "SteppedModel"
+            )
         return replace(spec, is_stepped=True) if settings.stepped else spec
 
     def _make_settings(self, values: dict[str, Any], general: dict[str, Any]) -> Settings:
         """Make the settings, with those options for all batchers that fit this one."""
         with suppress(ConfigurationError):
-            return Settings(**{**values, **general})
+            return self._make_fitting({**values, **general})
         try:
-            settings = Settings(**values)
+            settings = self._make_fitting(values)
         except ConfigurationError as error:
             named = [
                 f"{name} is from {source}"
@@ -967,7 +970,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         reasons: dict[str, ConfigurationError] = {}
         for name in [*general] * 2:  # one may need another one
             try:
-                settings = Settings(**{**values, name: general[name]})
+                settings = self._make_fitting({**values, name: general[name]})
             except ConfigurationError as error:
                 reasons[name] = error
             else:
@@ -976,7 +979,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         for name, reason in reasons.items():
             source = self._sources.pop(name)
             logger.warning("%s is not used: it does not fit this batcher: %s", source, reason)
-        return Settings(**values) if reasons else settings
+        return self._make_fitting(values) if reasons else settings
+
+    def _make_fitting(self, values: dict[str, Any]) -> Settings:
+        """Make settings that fit the model, as far as its class is known."""
+        settings = Settings(**values)
+        reject_for_model(settings, list_kinds(self._model_class, settings.stepped))
+        return settings
 
     @property
     def stats(self) -> BatcherStats:

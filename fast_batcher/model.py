@@ -341,6 +341,22 @@ def is_session_model(model: type) -> bool:
     return sessions is not None and issubclass(model, sessions.SessionModel)
 
 
+def list_kinds(model: object, stepped: bool) -> list[str]:
+    """Return the kinds of models that a model is, by their names in `settings`.
+
+    Of a class that a text names only `stepped` is known.
+    """
+    if stepped or (isinstance(model, type) and is_stepped(model)):
+        return ["a SteppedModel", "a model without sessions", "a model without stages"]
+    if not isinstance(model, type):
+        return []
+    has_stages = any(getattr(model, name, None) is not None for name in ("prepare", "finish"))
+    return [
+        "a SessionModel" if is_session_model(model) else "a model without sessions",
+        *([] if has_stages else ["a model without stages"]),
+    ]
+
+
 def find_model_fault(model: type) -> str | None:
     """Describe why a class cannot be a model; None if it can. Parent and worker."""
     infer = getattr(model, "infer", None)
@@ -389,6 +405,11 @@ def _find_collation_fault(collation: object, model: type) -> str | None:
     if sizes is None or isinstance(sizes, property):
         return None
     if isinstance(collation, Collation):
+        if collation.lengths is not None:
+            return (
+                "its collation joins inputs end to end, whose lengths differ from batch to batch: "
+                "omit allowed_batch_sizes"
+            )
         return "it has a collation, which takes allowed_batch_sizes as an argument"
     try:
         check_sizes(sizes)

@@ -384,7 +384,7 @@ class Settings:
     cost: Annotated[
         Callable[[Any], float] | None,
         FUNCTION,
-        "Cost of an input, for example its number of tokens: 1e-9 to 1e15.",
+        "Cost of an input, for example its number of tokens: 0 to 1e15.",
     ] = None
     group_by: Annotated[
         Callable[[Any], Hashable] | None,
@@ -513,14 +513,16 @@ class Settings:
                 "give a number of seconds, for example max_delay=0.01"
             )
         for name, is_given, needed, remedy in (
+            ("max_delay", self.policy != "greedy", "holds", "give another policy"),
             ("max_batch_cost", self.cost is not None, "costs", _GIVE_COST),
+            ("cost_is_padded", self.cost is not None, "costs", _GIVE_COST),
             ("max_request_cost", self.cost is not None, "costs", _GIVE_COST),
             ("key", self.cache is not None, "a cache", "give cache="),
             ("shared_version", bool(self.shared), "sharing", "give shared=True"),
             ("mps", self.workers_per_device > 1, "sharing a GPU", "give workers_per_device=2"),
         ):
             value = getattr(self, name)
-            if value not in (None, False) and not is_given:
+            if value != OPTIONS[name].default and not is_given:
                 raise ConfigurationError(
                     f"{name}={value!r:.100}: it has no effect without {needed}; {remedy}"
                 )
@@ -691,31 +693,40 @@ class SettingValue(NamedTuple):
     source: str
 
 
-# Options that have no effect with a `SteppedModel`, and the remedy for each.
-_NOT_FOR_STREAMS = {
-    "max_delay": "a stream joins at the next step, and nothing is held",
-    "policy": "a stream joins at the next step, and nothing is held",
-    "cost_is_padded": "the cost of a step is the sum of the costs of its streams",
-    "group_by": "a step computes all streams; use a batcher for each group",
-    "cache": "chunks are not cached; keep the result of process_batched in the app",
-    "isolate_errors": "the model says which stream fails: step returns an exception for it",
+# Options that have no effect with a kind of model, and the remedy for each.
+_WITHOUT_EFFECT = {
+    "a SteppedModel": {
+        "max_delay": "a stream joins at the next step, and nothing is held",
+        "policy": "a stream joins at the next step, and nothing is held",
+        "cost_is_padded": "the cost of a step is the sum of the costs of its streams",
+        "group_by": "a step computes all streams; use a batcher for each group",
+        "cache": "chunks are not cached; keep the result of process_batched in the app",
+        "isolate_errors": "the model says which stream fails: step returns an exception for it",
+    },
+    "a SessionModel": {"cache": "an answer depends on the earlier inputs of its session"},
+    "a model without sessions": {"max_sessions": "derive its class from SessionModel, or omit it"},
+    "a model without stages": {"stage_threads": "give it prepare or finish, or omit it"},
 }
 
 
-def reject_for_stepped(settings: "Settings", changes: Collection[str] = ()) -> None:
-    """Refuse options without an effect for a `SteppedModel`, and changes while it runs."""
-    refused = {
-        name: remedy
-        for name, remedy in _NOT_FOR_STREAMS.items()
-        if getattr(settings, name) != OPTIONS[name].default
-    }
-    if "max_batch_size" in changes:
-        refused["max_batch_size"] = "a worker keeps its places; close the batcher and open another"
-    for name, remedy in refused.items():
-        raise ConfigurationError(
-            f"{name}={getattr(settings, name)!r:.100}: it has no effect with a SteppedModel; "
-            f"{remedy}"
-        )
+def reject_for_model(
+    settings: "Settings", kinds: Iterable[str], changes: Collection[str] = ()
+) -> None:
+    """Refuse options without an effect for these kinds of models, and changes while one runs."""
+    for kind in kinds:
+        refused = {
+            name: remedy
+            for name, remedy in _WITHOUT_EFFECT[kind].items()
+            if getattr(settings, name) != OPTIONS[name].default
+        }
+        if kind == "a SteppedModel" and "max_batch_size" in changes:
+            refused["max_batch_size"] = (
+                "a worker keeps its places; close the batcher and open another"
+            )
+        for name, remedy in refused.items():
+            raise ConfigurationError(
+                f"{name}={getattr(settings, name)!r:.100}: it has no effect with {kind}; {remedy}"
+            )
 
 
 def reject_unknown_options(given: Iterable[str]) -> None:

@@ -291,6 +291,7 @@ def assert_independent(
     *,
     model_args: Sequence[Any] = (),
     model_kwargs: Mapping[str, Any] | None = None,
+    method: str = "infer",
 ) -> None:
     """Assert that the output for an input does not depend on the other inputs of its batch.
 
@@ -303,6 +304,7 @@ def assert_independent(
         inputs: One or more inputs, of the same and of different lengths; the first eight count.
         model_args: Positional arguments of its constructor.
         model_kwargs: Keyword arguments of its constructor.
+        method: The name of a `batchable` method that computes the inputs.
 
     Raises:
         AssertionError: An output changes by more than the rounding of its dtype: by a hundredth of
@@ -321,15 +323,17 @@ def assert_independent(
             timeout=None,
             cost=lambda _: 1,
         )
+        call = batcher if method == "infer" else getattr(batcher.methods, method)
         async with batcher:
             return await find_dependence(
-                lambda batch: asyncio.gather(*map(batcher.process_batched, batch)), inputs
+                lambda batch: asyncio.gather(*map(call.process_batched, batch)), inputs
             )
 
     if not len(inputs):
         raise ConfigurationError("assert_independent: give one or more inputs")
     found = asyncio.run(find())
-    assert found is None, f"{model.__qualname__}: {found}"
+    if found is not None:
+        raise AssertionError(f"{model.__qualname__}: {found}")
 
 
 class _HoldingPolicy(Policy):

@@ -90,19 +90,19 @@ class CostEvaluator:
             number = float(cost) if is_number else math.nan  # type: ignore[arg-type]
         except (OverflowError, ValueError, TypeError):
             number = math.nan
-        if not LEAST_COST <= number <= MOST_COST:
+        if not 0 <= number <= MOST_COST:
             # Anything but a number may be the input itself, which must not be logged.
             shown = f"{cost!r:.100}" if is_number else f"a {type(cost).__qualname__}"
             raise ConfigurationError(
-                f"cost returned {shown}: it must return a number from {LEAST_COST:g} to "
-                f"{MOST_COST:g} for every input"
+                f"cost returned {shown}: it must return a number from 0 to {MOST_COST:g} for "
+                "every input"
             )
         if self._max_request_cost is not None and number > self._max_request_cost:
             raise RequestTooLargeError(
                 f"the input costs {number:.6g}, more than max_request_cost="
                 f"{self._max_request_cost:.6g}"
             )
-        return number
+        return max(number, LEAST_COST)
 
     def _group_of(self, key: Any, own: Group | None) -> Group:
         method = None if own is None else own.method

@@ -15,7 +15,7 @@ from programs import run_command
 
 from examples.embeddings.model import MiniLM
 from examples.image_classification.model import ImageClassifier
-from fast_batcher import ConfigurationError
+from fast_batcher import ConfigurationError, InferenceModel, batchable
 from fast_batcher._independence import find_change
 from fast_batcher.testing import BatcherKit, assert_independent
 
@@ -56,6 +56,43 @@ def test_models_without_a_fault_pass() -> None:
     assert_independent(ImageClassifier, list(images), model_kwargs={"arch": "resnet18"})
 
 
+class Counts(InferenceModel[Any, Any]):
+    """Has a method that depends on its batch, one that does not, and no `infer`."""
+
+    @batchable
+    def wrong(self, inputs: list[int]) -> list[int]:
+        return [len(inputs)] * len(inputs)
+
+    @batchable
+    def right(self, inputs: list[int]) -> list[int]:
+        return inputs
+
+
+def test_methods_are_checked() -> None:
+    assert_independent(Counts, [1, 2], method="right")
+    with pytest.raises(AssertionError, match="the output for an input changes"):
+        assert_independent(Counts, [1, 2], method="wrong")
+
+
+def test_optimised_python_checks_too() -> None:
+    done = run_command(
+        [sys.executable, "-O", "-c", OPTIMISED], env={"PATH": "", "PYTHONPATH": PYTHONPATH}
+    )
+    assert done.returncode == 0, done.stderr
+
+
+OPTIMISED = """
+from models.dependent import Encoder
+from fast_batcher.testing import assert_independent
+try:
+    assert_independent(Encoder, [[5, 7, 9], [8, 1, 2]], model_args=["norm"])
+except AssertionError:
+    pass
+else:
+    raise SystemExit("it passes")
+"""
+
+
 def test_no_input_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="give one or more inputs"):
         assert_independent(Encoder, [])
@@ -80,6 +117,14 @@ def test_no_input_is_refused() -> None:
         (np.array(["a"]), np.array(["a"]), 0.0),
         (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.03], dtype=torch.bfloat16), 0),
         (torch.tensor([2.0]), torch.tensor([3.0]), 0.5),
+        (10**400, 10**400, 0.0),
+        (10**400, 2 * 10**400, 1.0),
+        (10**400, 1.5, math.inf),
+        (np.array([("a", 1)], "U1, i4"), np.array([("a", 1)], "U1, i4"), 0.0),
+        (np.array([("a", 1)], "U1, i4"), np.array([("a", 2)], "U1, i4"), math.inf),
+        (np.array([[1], None], object), np.array([[1], None], object), 0.0),
+        (np.array([np.ones(2), 1], object), np.array([np.ones(2), 1], object), 0.0),
+        (np.array([np.ones(2), 1], object), np.array([np.zeros(2), 1], object), math.inf),
         (True, False, math.inf),
         (None, None, 0.0),
     ],

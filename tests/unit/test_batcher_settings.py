@@ -111,7 +111,7 @@ TABLE: dict[str, Row] = {
         "give a whole number, 1 to 1024",
     ),
     "policy": Row(
-        ["adaptive", "greedy", "fixed", ARule()],
+        ["adaptive", "fixed", ARule()],
         [*NOT_A_POLICY, ARule],
         "one of 'adaptive', 'greedy', 'fixed'",
     ),
@@ -176,10 +176,14 @@ TABLE: dict[str, Row] = {
     "max_sessions": count(),
 }
 # What some settings need beside them.
+# Of a class that a text names it is not known what has an effect.
+TEXT = {"model": "models.base:Echo"}
 NEEDED: dict[str, dict[str, Any]] = {
     "max_batch_cost": {"cost": len},
     "max_request_cost": {"cost": len},
     "policy": {"max_delay": 0.01},
+    "cost_is_padded": {"cost": len},
+    **dict.fromkeys(("stage_threads", "stepped", "max_sessions"), TEXT),
     "workers_per_device": {"devices": "cpu"},
     "mps": {"devices": "cuda:0", "workers_per_device": 2},
     "key": {"cache": LRUCache(1)},
@@ -230,6 +234,20 @@ async def a_coroutine(_: object) -> float:
             "policy=.*: the host process .*; give a name",
             id="rule",
         ),
+        (
+            {"policy": "greedy", "max_delay": 0.01},
+            "max_delay=0.01: it has no effect without holds; give another policy",
+        ),
+        ({"cost_is_padded": False}, "cost_is_padded=False: it has no effect without costs; give"),
+        (
+            {"max_sessions": 8},
+            "max_sessions=8: it has no effect with a model without sessions; derive its class",
+        ),
+        (
+            {"stage_threads": 2},
+            "stage_threads=2: it has no effect with a model without stages; give it prepare",
+        ),
+        ({"stepped": True}, "stepped=True: Echo is no SteppedModel; omit it, or derive"),
         ({"policy": "fixed"}, "max_delay=None: policy='fixed' .* for example max_delay=0.01"),
         ({"max_batch_cost": 8}, "max_batch_cost=8: .*; give cost="),
         ({"workers_per_device": 2}, "workers_per_device=2: .*; give devices=, or num_workers="),

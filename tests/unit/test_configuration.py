@@ -52,10 +52,14 @@ VALUES: dict[str, tuple[Any, str]] = {
     "enabled": (False, "FALSE"),
     "stepped": (True, "yes"),
 }
+# Of a class that a text names it is not known what has an effect.
+TEXT = {"model": "models.base:Echo"}
 # Options that others need.
 NEEDS: dict[str, dict[str, Any]] = {
     "max_batch_cost": {"cost": len},
     "max_request_cost": {"cost": len},
+    "cost_is_padded": {"cost": len},
+    **dict.fromkeys(("stage_threads", "stepped", "max_sessions"), TEXT),
     "shared_version": {"shared": True},
     "workers_per_device": {"devices": "cpu"},
     "mps": {"devices": "cuda:0", "workers_per_device": 2},
@@ -70,8 +74,8 @@ class Echo(InferenceModel[Any, Any]):
         return inputs
 
 
-def construct(**options: Any) -> DynBatcher[Any, Any]:
-    return DynBatcher(Echo, name="re-ranker", **options)
+def construct(model: Any = Echo, **options: Any) -> DynBatcher[Any, Any]:
+    return DynBatcher(model, name="re-ranker", **options)
 
 
 def refusal(**options: Any) -> str:

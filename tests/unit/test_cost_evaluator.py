@@ -25,7 +25,7 @@ from fast_batcher import (
 from fast_batcher._core.values import Request
 from fast_batcher._process import SLOW
 from fast_batcher._session.outcomes import CostEvaluator
-from fast_batcher.settings import Settings
+from fast_batcher.settings import LEAST_COST, Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -77,17 +77,23 @@ class Colliding:
 
 
 @pytest.mark.parametrize("cost", [1, 0.5, np.int64(3), np.float32(2.0), Fraction(1, 2), 1e15])
-def test_a_cost_is_any_finite_number_above_zero(cost: Any) -> None:
+def test_a_cost_is_any_finite_number(cost: Any) -> None:
     request = Request("input", None)
     assert cost_evaluator(cost=lambda _: cost).evaluate(request) is None
     assert request.cost == float(cost)
     assert type(request.cost) is float
 
 
+def test_an_input_that_costs_nothing_has_the_least_cost() -> None:
+    request = Request("", None)
+    assert cost_evaluator(cost=len).evaluate(request) is None
+    assert request.cost == LEAST_COST
+
+
 @pytest.mark.parametrize(
     "cost",
     [
-        *(0, 0.0, -1, math.nan, math.inf, -math.inf, "7", b"7", None, True, False, [1], 1j, 1e300),
+        *(-1, -0.5, math.nan, math.inf, -math.inf, "7", b"7", None, True, False, [1], 1j, 1e300),
         *(1e16, 10**400, np.float64("nan"), np.bool_(True), np.ones(2), Decimal(1), Nasty()),
     ],
     ids=lambda cost: type(cost).__name__,

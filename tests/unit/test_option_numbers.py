@@ -48,6 +48,8 @@ def random_settings(rng: random.Random) -> Settings:
     policy: Any = rng.choice(["adaptive", "greedy", "fixed"])
     if policy == "fixed":
         chosen.setdefault("max_delay", 0.01)
+    if policy == "greedy":
+        chosen.pop("max_delay", None)
     return Settings(cost=float, cost_is_padded=rng.random() < 0.5, policy=policy, **chosen)
 
 
