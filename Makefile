@@ -121,6 +121,7 @@ bench-all: bench-setup
 
 soak: install
 	$(PYTEST) tests/faults/test_fault_matrix.py
+	PAIRS_SEED=$$(date +%s) $(PYTEST) tests/pairs
 	$(BIN)/python -m benchmarks.soak
 
 publish: install
