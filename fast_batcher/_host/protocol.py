@@ -10,7 +10,14 @@ from typing import Any
 
 from fast_batcher._core.values import Failure, Group, Request
 from fast_batcher._session.streams import ChunkSink
-from fast_batcher._transport.pickling import ATOMS, PROTOCOL, SerializedError, dumps, loads
+from fast_batcher._transport.pickling import (
+    ATOMS,
+    PROTOCOL,
+    Measured,
+    SerializedError,
+    dumps,
+    loads,
+)
 from fast_batcher.errors import BatcherError, InputError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES
 
@@ -33,7 +40,7 @@ MAX_DESCRIPTORS = 2
 assert MAX_FRAME_BYTES > FRAME_SIZE, "one value may be a frame"
 
 
-class Pickled:
+class Pickled(Measured):
     """A value of the app, which the host does not unpickle."""
 
     __slots__ = ("data",)

@@ -32,14 +32,20 @@ from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import HostKind, LoopChannel
-from fast_batcher._transport.pickling import OutOfBandPickler, SerializedError, dumps, loads
+from fast_batcher._transport.pickling import (
+    Measured,
+    OutOfBandPickler,
+    SerializedError,
+    dumps,
+    loads,
+)
 from fast_batcher.errors import UnsendableValueError
 
 if TYPE_CHECKING:
     from fast_batcher._session.session import LocalSession
 
 
-class RowInput:
+class RowInput(Measured):
     """An input that lies in shared memory alone, or whose API process is being asked for it."""
 
     def __init__(self, staged: StagedInput, ask: Callable[["RowInput"], None]) -> None:

@@ -141,12 +141,20 @@ def measure_size(value: Any) -> int:
         return 0
 
 
+class Measured:
+    """A value of this library whose `nbytes` is its size."""
+
+    __slots__ = ()
+    nbytes: Any
+
+
 def measure_known(value: Any) -> int | None:
     """Return the bytes of a text, array or tensor; None for a value that does not know its size."""
     if type(value) in TEXTS or type(value) is bytearray:
         return len(value)
     # Another class may have anything under this name.
-    return int(value.nbytes) if is_array(value) or is_tensor(value) else None
+    is_known = issubclass(type(value), Measured) or is_array(value) or is_tensor(value)
+    return int(value.nbytes) if is_known else None
 
 
 def fits(length: int, max_frame_bytes: int) -> bool:
