@@ -85,8 +85,6 @@ from fast_batcher.settings import (
     Reconfiguration,
     Settings,
     SettingValue,
-    checked_priority,
-    checked_share,
     checked_timeout,
     reject_for_model,
     reject_unknown_options,
@@ -324,7 +322,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         future: Future[OutputT] = Future(loop=binding.loop)
         request = Request(value, future)
         if timeout is not None or priority != 0 or share is not None:
-            set_options(request, timeout, priority, share)
+            set_options(request, timeout, priority, share, self._settings.timeout)
         calls.accept(request)
         try:
             return await future
@@ -371,7 +369,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         session = self._find_session()
         queue = ChunkQueue(session.binding.loop)
         request = Request(value, queue)
-        set_options(request, timeout, priority, share)
+        set_options(request, timeout, priority, share, self._settings.timeout)
         session.accept(request)
         stream: Stream[ChunkT] = Stream(request, queue, session.abandon, session.binding.call)
         await stream.wait()
@@ -569,15 +567,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         session = self._accepting_session(
             "submit() needs a batcher that has been opened on an event loop"
         )
-        checked_priority(priority)
-        checked_share(share)
-        if timeout is not None:
-            checked_timeout(timeout)
-        call = functools.partial(
-            self.process_batched, value, timeout=timeout, priority=priority, share=share
-        )
+        request = Request(value, None)
+        set_options(request, timeout, priority, share, self._settings.timeout)
         try:
-            return self._thread_calls.submit(call, session.binding)
+            return self._thread_calls.submit(self._find_calls, request, session.binding)
         except RuntimeError:
             raise NotReadyError(f"{self.name}: the event loop that served it is closed") from None
 

@@ -440,7 +440,7 @@ class _KitSession(LocalSession):
     def accept(self, request: Request) -> None:
         """Let the request fail if a test wants it, or add it to the arrivals."""
         if not self.has_deadlines:
-            request.deadline, request.has_explicit_deadline = inf, False
+            request.fix_deadline(monotonic(), None, None)
         error = self._kit._take_fault(self._name)  # noqa: SLF001  of this module
         if error is None:
             super().accept(request)

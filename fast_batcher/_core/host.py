@@ -117,7 +117,7 @@ class OpenCalls:
         """Add a request that has just arrived, and give it its id."""
         request.id = next(self._ids)
         request.arrival = now
-        if not request.has_explicit_deadline:
+        if not request.has_deadline:
             request.deadline = now + self._timeout
         self._calls.add(request)
 

@@ -65,6 +65,10 @@ MOST_DEATHS: Final = 2
 # A request fails after this many workers died after reading its batch, computing it or not: an
 # input that kills workers while it is unpickled is never computed.
 MOST_LOSSES: Final = 3
+# Seconds by which the scheduler may prolong the default timeout of a call that reached it late, so
+# that all deadlines of a turn are equal: other deadlines need a `RankedQueue`, which takes 10 us
+# for each request. Threads and caches hold a call for 0.1 to 5 ms.
+LATE_ARRIVAL: Final = 0.01
 # Seconds after its first failure for which a failing batch is divided further: a third of the
 # default timeout, so that the callers of a model that always fails get their errors in time.
 ISOLATION_SECONDS: Final = 10.0
@@ -394,16 +398,13 @@ class Admission:
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
-        """Set the targets of arrivals; return whether any request was given one."""
+        """Set the targets of arrivals; return whether any request has one."""
         latest = now + self._max_latency
-        has_set = latest != inf
         for request in requests:
-            if request.has_explicit_deadline and request.target is None:
-                request.target = min(request.deadline, latest)
-                has_set = True
-            elif latest != inf:
-                request.target = latest
-        return has_set
+            target = latest if request.timeout is None else min(request.deadline, latest)
+            if request.target is None and target != inf:
+                request.target = target
+        return min(map(target_of, requests)) != inf
 
     def rejection_of_dropped(self, now: float, queue: Queue | SessionQueue) -> Rejection:
         """Describe why waiting requests were dropped."""
@@ -544,7 +545,15 @@ class DeadlineBatches:
 
 
 _deadline = attrgetter("deadline")
-_has_explicit_deadline = attrgetter("has_explicit_deadline")
+_has_deadline = attrgetter("has_deadline")
+
+
+def _are_fixed(requests: list[Request], deadline: float) -> bool:
+    """Return whether some keep their deadlines, and do not get the one of the arrivals."""
+    for request in requests:
+        if request.timeout is None and request.deadline >= deadline - LATE_ARRIVAL:
+            request.has_deadline = False
+    return any(map(_has_deadline, requests))
 
 
 class Scheduler:
@@ -707,8 +716,9 @@ class Scheduler:
         """Enqueue the requests of one turn; return the rejected ones, which the shell settles."""
         if self._times.unpriced_warm_ups:
             self._times.price_warm_ups(requests)
-        are_named = any(map(_has_explicit_deadline, requests))
-        if are_named:
+        deadline = now + self._timeout
+        are_fixed = any(map(_has_deadline, requests)) and _are_fixed(requests, deadline)
+        if are_fixed:
             self.rank_requests()
         if self._sessions is None:
             accepted, rejected = self._admission.admit(now, requests, self._queue)
@@ -721,15 +731,14 @@ class Scheduler:
                 now, len(accepted), not (self._queue.size or self._workers.batches)
             )
         # No call below can raise: either all requests are enqueued, or none.
-        deadline = now + self._timeout
         for request_id, request in enumerate(accepted, self._next_request_id):
             request.id = request_id
             request.arrival = now
-            if not (are_named and request.has_explicit_deadline):
+            if not (are_fixed and request.has_deadline):
                 request.deadline = deadline
         self._next_request_id += len(accepted)
         self._queue.extend(accepted)
-        earliest = min(map(_deadline, accepted)) if are_named else deadline
+        earliest = min(map(_deadline, accepted)) if are_fixed else deadline
         self._next_expiry = min(self._next_expiry, earliest)
         return rejected
 

@@ -274,7 +274,7 @@ class Request:
         "batch_id",
         "caller",
         "deadline",
-        "has_explicit_deadline",
+        "has_deadline",
         "id",
         "is_ranked",
         "is_settled",
@@ -286,8 +286,8 @@ class Request:
     # The id of the batch that carries it, while it is SENT or COPYING_OUT. A reference to the batch
     # would make every batch a cycle that only the garbage collector can free.
     batch_id: int
-    # The seconds that the caller named, None if it named none: from the arrival, and for a stream
-    # again from each chunk.
+    # The seconds that the caller named, None if it named none: from the call, and for a stream
+    # again from each chunk. A named timeout is a target, and the batcher's is not.
     timeout: float | None = None
     # Higher priorities go first; within one, shares are served in turn: see `RankedQueue`.
     priority = 0
@@ -299,8 +299,7 @@ class Request:
     # `max_queue_bytes`.
     size = -1
     # The moment by which the answer is wanted, at most the deadline; unlike the deadline it ends
-    # nothing: see `Admission`. None until the scheduler sets one. The shell sets it to infinity if
-    # an explicit deadline is not to become a target.
+    # nothing: see `Admission`. None until the scheduler sets one, unless an API process has.
     target: float | None = None
     # The context variables of the caller, None if no observer needs them. The shell sets them.
     context: Any = None
@@ -321,7 +320,7 @@ class Request:
     # it.
     chunk_times: Any = None
 
-    def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
+    def __init__(self, value: Any, caller: Any) -> None:
         self.value = value
         # The object that the shell settles with the outcome. The core never reads it.
         self.caller = caller
@@ -330,11 +329,19 @@ class Request:
         # Whether it has a priority or a share.
         self.is_ranked = False
         self.is_settled = False
-        # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
-        self.has_explicit_deadline = deadline is not None
-        self.deadline = inf if deadline is None else deadline
+        # The moment at which it expires, and whether `fix_deadline` has set it. Otherwise the
+        # scheduler does so for all arrivals of a turn, which is faster.
+        self.has_deadline = False
+        self.deadline = inf
         # The scheduler sets it when it accepts the request. Ids rise with the order of arrival.
         self.id = -1
+
+    def fix_deadline(self, now: float, timeout: float | None, default: float | None) -> None:
+        """Count the timeout that the caller named, None for the default, from the call."""
+        self.timeout = timeout
+        # A float, because one of NumPy with 32 bits would round the moment.
+        self.deadline = now + float(or_infinite(default if timeout is None else timeout))
+        self.has_deadline = True
 
     def rank(self, priority: int, share: Share) -> None:
         """Set the priority and the share."""

@@ -882,10 +882,11 @@ def _read_outcome(packed: bytes | tuple[Any, ...]) -> Any:
 
 def keep_deadline(request: Request, max_latency: float | None) -> None:
     """Let the host count from the arrival here, for a request that is sent some time later."""
+    request.has_deadline = True
     if request.phase == RETRYING:  # it is not rejected as late: it was accepted before
         request.target = math.inf
-    elif not request.has_explicit_deadline:
-        request.target = math.inf if max_latency is None else request.arrival + max_latency
+    elif request.timeout is None and max_latency is not None:
+        request.target = request.arrival + max_latency
 
 
 def pack_group(request: Request) -> BatcherError | None:

@@ -76,9 +76,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
     # The timeout may be of NumPy, which the host must not import.
     return {
         position: (
-            float(request.deadline)
-            if request.has_explicit_deadline or request.target is not None
-            else None,
+            request.deadline if request.has_deadline else None,
             None if request.timeout is None else float(request.timeout),
             request.target,
             request.priority,
@@ -90,8 +88,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
             None if request.session is None else (request.session.id, request.session.timeout),
         )
         for position, request in enumerate(requests)
-        if request.has_explicit_deadline
-        or request.target is not None
+        if request.has_deadline
         or request.is_ranked
         or request.group is not None
         or request.cost != 1.0

@@ -295,7 +295,7 @@ class Tenant:
     ) -> None:
         """Set what makes a request differ from an ordinary one."""
         if deadline is not None:
-            request.deadline, request.has_explicit_deadline = deadline, True
+            request.deadline, request.has_deadline = deadline, True
         request.timeout = timeout
         request.target = target
         request.rank(priority, share)

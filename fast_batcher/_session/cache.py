@@ -109,10 +109,8 @@ class SingleFlight:
             return
         settings = self._session.settings
         request.arrival = monotonic()
-        if not self._session.has_deadlines:
-            request.deadline = inf
-        elif not request.has_explicit_deadline and settings.timeout is not None:
-            request.deadline = request.arrival + settings.timeout
+        if not (request.has_deadline and self._session.has_deadlines):
+            request.fix_deadline(request.arrival, None, settings.timeout)
         sent = None if flight is None else flight.request
         if flight is not None and (sent is None or sent.priority >= request.priority):
             self._join(flight, request)

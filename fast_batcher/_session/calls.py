@@ -2,8 +2,7 @@
 
 import asyncio
 import concurrent.futures
-import math
-from asyncio import get_running_loop
+from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Literal, overload
@@ -22,13 +21,29 @@ from fast_batcher.settings import Settings, checked_priority, checked_share, che
 MANY_BATCHES_PER_WORKER = 2
 
 
-def set_options(request: Request, timeout: float | None, priority: int, share: Share) -> None:
-    """Check the options of a call, and give them to its request."""
+def set_options(
+    request: Request, timeout: float | None, priority: int, share: Share, default: float | None
+) -> None:
+    """Check the options of a call that is made now, and give them to its request."""
     if timeout is not None:
-        request.deadline = monotonic() + checked_timeout(timeout)
-        request.has_explicit_deadline = True
-        request.timeout = timeout
+        checked_timeout(timeout)
+    request.fix_deadline(monotonic(), timeout, default)
     request.rank(checked_priority(priority), checked_share(share))
+
+
+async def wait_for_answer(calls: Session | SingleFlight, request: Request) -> Any:
+    """Let a request be answered that was made before, perhaps on another thread."""
+    future = request.caller = Future(loop=calls.binding.loop)
+    calls.accept(request)
+    try:
+        return await future
+    except BaseException:
+        if not request.is_settled:
+            calls.abandon(request)
+        raise
+    finally:
+        # An error holds this frame, which must not hold the error.
+        del future, request
 
 
 class _ManyCalls:
@@ -117,8 +132,9 @@ async def process_many(
     request of a call that has none in flight is accepted or rejected at once.
     """
     priority, share = checked_priority(priority), checked_share(share)
-    limit = settings.timeout if timeout is None else checked_timeout(timeout)
-    deadline = math.inf if limit is None else monotonic() + limit
+    if timeout is not None:
+        checked_timeout(timeout)
+    called_at = monotonic()
     # With a target, a batch that waits behind another batch of the same call might be rejected.
     batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1
     most_in_flight = batches * settings.batch_limit * settings.most_workers
@@ -126,11 +142,9 @@ async def process_many(
     many = _ManyCalls(find_calls, most_in_flight, method, return_exceptions=return_exceptions)
     try:
         for value in values:
-            request = Request(value, loop.create_future(), deadline)
-            request.timeout = timeout
+            request = Request(value, loop.create_future())
+            request.fix_deadline(called_at, timeout, settings.timeout)
             request.rank(priority, share)
-            if timeout is None:
-                request.target = math.inf  # the default timeout is no target
             await many.make_room(request)
             many.send(request)
             del request
@@ -238,18 +252,19 @@ class BatchMethods:
         return self._methods[name]
 
 
-# Waits for the output of one input.
-Call = Callable[[], Coroutine[Any, Any, Any]]
-
-
 class ThreadCalls:
     """Calls of other threads without an outcome, each with a task on the event loop."""
 
     def __init__(self) -> None:
         self._futures: set[concurrent.futures.Future[Any]] = set()
 
-    def submit(self, call: Call, binding: LoopBinding) -> concurrent.futures.Future[Any]:
-        """Make a call on the event loop, from any thread.
+    def submit(
+        self,
+        find_calls: Callable[[], Session | SingleFlight],
+        request: Request,
+        binding: LoopBinding,
+    ) -> concurrent.futures.Future[Any]:
+        """Let a request be answered on the event loop, from any thread.
 
         Raises:
             RuntimeError: The loop is closed.
@@ -259,7 +274,7 @@ class ThreadCalls:
         def start() -> None:
             if future.done():  # its thread has withdrawn it, and it was never a call
                 return
-            task = binding.loop.create_task(_answer(future, call))
+            task = binding.loop.create_task(_answer(future, find_calls, request))
 
             def end(done: concurrent.futures.Future[Any]) -> None:
                 if done.cancelled():
@@ -279,12 +294,16 @@ class ThreadCalls:
             _settle(future, None, make_error())
 
 
-async def _answer(future: concurrent.futures.Future[Any], call: Call) -> None:
+async def _answer(
+    future: concurrent.futures.Future[Any],
+    find_calls: Callable[[], Session | SingleFlight],
+    request: Request,
+) -> None:
     """Give a thread the outcome of its call."""
     output: Any = None
     error: BaseException | None = None
     try:
-        output = await call()
+        output = await wait_for_answer(find_calls(), request)
     except asyncio.CancelledError:
         error = NotReadyError("the event loop that served this call has ended")
     except BaseException as raised:

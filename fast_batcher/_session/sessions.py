@@ -1,16 +1,14 @@
 """`BatchSession`, the calls of one caller to a model that remembers. Event loop's thread."""
 
 import asyncio
-from asyncio import Future
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Generic, Self, cast
 
 from fast_batcher._core.values import Request, SessionPlace
 from fast_batcher._process import monotonic
-from fast_batcher._session.calls import set_options
+from fast_batcher._session.calls import set_options, wait_for_answer
 from fast_batcher.errors import DeadlineExceededError, SessionLostError
 from fast_batcher.model import InputT, OutputT
-from fast_batcher.settings import checked_timeout
 
 if TYPE_CHECKING:
     from fast_batcher._session.session import Session
@@ -58,40 +56,23 @@ class BatchSession(Generic[InputT, OutputT]):
         Cancellation: safe at any time. A call that waits is as if it had not been made. One that
         runs may be computed: the session goes on behind it.
         """
-        deadline = limit = None
-        if self._turn.locked():
-            limit = self._find_timeout() if timeout is None else checked_timeout(timeout)
-            deadline = None if limit is None else monotonic() + limit
+        default = self._find_timeout()
+        request = Request(value, None)
+        set_options(request, timeout, 0, None, default)
+        request.session = self._place
         try:
-            async with asyncio.timeout(None if deadline is None else deadline - monotonic()):
+            async with asyncio.timeout(request.deadline - monotonic()):
                 await self._turn.acquire()
         except TimeoutError:
+            limit = default if timeout is None else timeout
             raise DeadlineExceededError(
                 f"earlier calls of the session were not answered within timeout={limit} seconds"
             ) from None
         try:
-            return await self._call(value, timeout, deadline)
+            return cast("OutputT", await wait_for_answer(self._require_opening(), request))
         finally:
             self._turn.release()
-
-    async def _call(self, value: InputT, timeout: float | None, deadline: float | None) -> OutputT:
-        opening = self._require_opening()
-        future: Future[Any] = Future(loop=opening.binding.loop)
-        request = Request(value, future)
-        set_options(request, timeout, 0, None)
-        if deadline is not None:
-            request.deadline, request.has_explicit_deadline = deadline, True
-        request.session = self._place
-        opening.accept(request)
-        try:
-            return await future  # type: ignore[no-any-return]
-        except BaseException:
-            if not request.is_settled:
-                opening.abandon(request)
-            raise
-        finally:
-            # An error holds this frame, which must not hold the error.
-            del future, request
+            del request
 
     def _require_opening(self) -> "Session":
         """Return the opening of the batcher in which the session lives; begin it with the first."""

@@ -47,6 +47,7 @@ from waits import (
     assert_balance,
     both_loops,
     call,
+    order_of_ends,
     outcome,
     turns,
     until,
@@ -681,6 +682,15 @@ async def test_a_submitted_request_is_cancelled_from_its_thread(
         visit.let_on()
         results = [await asyncio.wrap_future(one) for one in (running[0], *waiting[::2])]
         assert results == [0, 2, 4]
+
+
+async def test_the_timeout_of_a_submitted_request_counts_from_its_call(gate: Gate) -> None:
+    """The event loop is blocked meanwhile."""
+    async with DynBatcher(Holds, model_args=(gate.path,), drain_timeout=0.0) as batcher:
+        submitted = asyncio.wrap_future(batcher.submit("hold", timeout=0.5))
+        time.sleep(0.3)
+        later = call(batcher, "later", timeout=0.4)
+        assert await order_of_ends(submitted, later) == [0, 1]
 
 
 @pytest.mark.parametrize("others", [0, 1])

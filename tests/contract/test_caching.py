@@ -21,7 +21,18 @@ from models.raising import Raises
 from models.versions import Versioned
 from paths import ROOT
 from programs import run_program
-from waits import LIMIT, ONE_LOOP, SOON, Gate, assert_balance, call, outcome, turns, until
+from waits import (
+    LIMIT,
+    ONE_LOOP,
+    SOON,
+    Gate,
+    assert_balance,
+    call,
+    order_of_ends,
+    outcome,
+    turns,
+    until,
+)
 
 from fast_batcher import (
     BatcherClosedError,
@@ -229,6 +240,53 @@ async def test_joined_caller_has_its_own_deadline(gate: Gate) -> None:
         (await gate.visit()).let_on()  # it is computed again, for the one that still waits
         assert await outcome(long) == "hold"
         assert counts(batcher)[:3] == (0, 1, 2)
+
+
+class SlowLookUp:
+    """A cache whose look-ups wait for an event, while there is one."""
+
+    ends: asyncio.Event | None = None
+
+    async def get(self, key: Any) -> Any:
+        if self.ends is not None:
+            await self.ends.wait()
+
+    async def set(self, key: Any, value: Any) -> None: ...
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [{}, {"shared": True}], ids=["own", "shared"])
+@pytest.mark.usefixtures("hosts")
+async def test_the_default_timeout_counts_from_the_call_and_not_from_the_look_up(
+    place: dict[str, Any], gate: Gate
+) -> None:
+    cache = SlowLookUp()
+    options = {**place, "model_args": (gate.path,), "timeout": 0.5, "drain_timeout": 0.0}
+    async with DynBatcher(Holds, cache=cache, **options) as batcher:
+        running = call(batcher, "hold", timeout=LIMIT)
+        visit = await gate.visit()
+        ends = cache.ends = asyncio.Event()
+        early = call(batcher, "early")
+        await asyncio.sleep(0.1)  # the other call is that much later
+        cache.ends = None
+        late = call(batcher, "late")
+        await turns()
+        ends.set()
+        assert await order_of_ends(early, late) == [0, 1]
+        visit.let_on()
+        assert await running == "hold"
+
+
+@pytest.mark.slow
+async def test_the_default_timeout_of_a_joined_call_is_not_prolonged(gate: Gate) -> None:
+    options: dict[str, Any] = {"model_args": (gate.path,), "timeout": 0.6, "drain_timeout": 0.0}
+    async with DynBatcher(Holds, cache=LRUCache(9), **options) as batcher:
+        calls = [call(batcher, "hold", timeout=0.3), call(batcher, "hold")]
+        visit = await gate.visit()
+        await asyncio.sleep(0.1)
+        calls.append(call(batcher, "hold again"))  # later than the joined call is made
+        assert await order_of_ends(*calls) == [0, 1, 2]
+        visit.let_on()
 
 
 @pytest.mark.slow

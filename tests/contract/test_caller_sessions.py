@@ -356,6 +356,26 @@ async def test_the_wait_for_earlier_calls_counts() -> None:
 
 
 @one_loop
+async def test_the_default_timeout_is_no_target_behind_an_earlier_call() -> None:
+    seconds = 0.2
+    options: dict[str, Any] = {"model_args": (seconds,), "timeout": 2.5 * seconds}
+    async with (
+        DynBatcher(Diary, workers="threads", max_batch_size=1, **options) as batcher,
+        batcher.session() as other,
+        batcher.session() as session,
+    ):
+        for number in range(1, 4):  # the batcher learns how long a call takes
+            await session.process_batched(Line("s", number), timeout=LIMIT)
+        calls = [
+            asyncio.create_task(one.process_batched(Line(name, number)))
+            for one, name, number in ((session, "s", 4), (other, "o", 1), (session, "s", 5))
+        ]
+        await asyncio.wait(calls)
+        error = calls[-1].exception()
+        assert error is None or getattr(error, "retry_after", None) is None, error
+
+
+@one_loop
 @every_place
 async def test_sessions_end_while_the_batcher_drains(place: Any) -> None:
     async with DynBatcher(Diary, **place, drain_timeout=LIMIT) as batcher:

@@ -36,6 +36,14 @@ def make(
     return scheduler
 
 
+def make_request(value: object = "input", deadline: float | None = None) -> Request:
+    """A request, whose caller has named its timeout if there is a deadline."""
+    request = Request(value, None)
+    if deadline is not None:
+        request.fix_deadline(0.0, deadline, None)
+    return request
+
+
 def reject(scheduler: Scheduler, now: float, requests: list[Request]) -> list[Request]:
     """The requests that are not accepted of those that arrive together."""
     return [request for request, _ in scheduler.submit(now, requests)]
@@ -45,7 +53,7 @@ def submit(
     scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
 ) -> list[Request]:
     """Requests that arrive together and are all accepted."""
-    requests = [Request(f"input {number}", None, deadline) for number in range(count)]
+    requests = [make_request(f"input {number}", deadline) for number in range(count)]
     assert scheduler.submit(now, requests) == []
     return requests
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from schedulers import make_request
 from sessions import session_of
 from waits import LIMIT, assert_balance, call, outcome, turns, until
 
@@ -126,7 +127,7 @@ class SenderHarness:
 
     def arrive(self, *values: Any) -> list[Request]:
         """A request for each value, staged if it is to be, each in a turn of the loop."""
-        requests = [Request(value, None, deadline=1.0) for value in values]
+        requests = [make_request(value, 1.0) for value in values]
         for request in requests:
             self.arena.end_turn()
             if type(request.value) in self.arena.probes:
@@ -135,7 +136,7 @@ class SenderHarness:
 
     def batch(self, *values: Any) -> Batch:
         """Send a batch of inputs that are not staged."""
-        return self.dispatch([Request(value, None, deadline=1.0) for value in values])
+        return self.dispatch([make_request(value, 1.0) for value in values])
 
     def dispatch(self, requests: list[Request]) -> Batch:
         """Send a batch of requests; those whose input cannot be sent are in `refused`."""

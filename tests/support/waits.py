@@ -10,7 +10,7 @@ import os
 import re
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
@@ -83,6 +83,18 @@ async def outcome(task: "asyncio.Task[Any]") -> Any:
     if task.cancelled():
         return asyncio.CancelledError()
     return task.exception() or task.result()
+
+
+async def order_of_ends(*calls: "Awaitable[Any]") -> list[int]:
+    """The positions of these calls in the order in which they end, with whatever outcome."""
+    ended: list[int] = []
+
+    async def note(position: int, call: "Awaitable[Any]") -> None:
+        await asyncio.gather(call, return_exceptions=True)
+        ended.append(position)
+
+    await asyncio.gather(*[note(position, call) for position, call in enumerate(calls)])
+    return ended
 
 
 async def turns(count: int = 3) -> None:

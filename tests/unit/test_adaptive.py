@@ -6,11 +6,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedulers import poll_batches, submit
+from schedulers import make_request, poll_batches, submit
 from virtual_time import Seconds, World, with_knee
 
 from fast_batcher._core.policy import MOST_LATENESS, PATIENCE, REST, AdaptivePolicy, Policy
-from fast_batcher._core.values import Release, Request
+from fast_batcher._core.values import Release
 
 ALONE = with_knee(1)
 GREEDY_IS_AS_GOOD = 0.99
@@ -123,7 +123,7 @@ def test_a_deadline_ends_the_hold() -> None:
     world = held(World(clients=8))
     # In time if it goes now, by a hair.
     high = world.scheduler._times.by_size.high(world.scheduler.queue_size + 1)
-    request = Request("input", None, world.now + 1.0005 * high)
+    request = make_request("input", world.now + 1.0005 * high)
     request.target = inf  # the door asks for more than a hair
     assert world.scheduler.submit(world.now, [request]) == []
     (batch,) = poll_batches(world.scheduler, world.now)

@@ -8,13 +8,13 @@ from math import inf
 from typing import Any
 
 import pytest
-from schedulers import make, poll_batches, reject, settle
+from schedulers import make, make_request, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
 from fast_batcher._core.policy import FixedPolicy
 from fast_batcher._core.prediction import SAFETY_FACTOR, Backlog, BatchTimes, Method, Methods
-from fast_batcher._core.queue import BatchPacker, PaddedPacker, WorkAhead
-from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.queue import BatchPacker, PaddedPacker, RequestQueue, WorkAhead
+from fast_batcher._core.scheduler import LATE_ARRIVAL, Scheduler
 from fast_batcher._core.service_model import Shape
 from fast_batcher._core.values import (
     Batch,
@@ -55,7 +55,7 @@ def arrive(
     scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
 ) -> Batch | None:
     """Requests that arrive together and are accepted; the batch that leaves then."""
-    requests = [Request("input", None, deadline) for _ in range(count)]
+    requests = [make_request(deadline=deadline) for _ in range(count)]
     assert scheduler.submit(now, requests) == []
     batches = poll_batches(scheduler, now)
     return batches[0] if batches else None
@@ -64,7 +64,7 @@ def arrive(
 def refused_at(
     scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
 ) -> list[tuple[Request, Rejection]]:
-    return scheduler.submit(now, [Request("input", None, deadline) for _ in range(count)])
+    return scheduler.submit(now, [make_request(deadline=deadline) for _ in range(count)])
 
 
 def backlog(
@@ -252,7 +252,7 @@ def test_too_short_deadline_is_late_or_rejected() -> None:
     """Fault F63."""
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
-    (first,) = [Request("impossible", None, now + 0.001)]
+    (first,) = [make_request("impossible", now + 0.001)]
     assert scheduler.submit(now, [first]) == []
     (batch,) = poll_batches(scheduler, now)
     # It runs, and its caller is told at its deadline.
@@ -271,14 +271,35 @@ def test_a_deadline_without_a_target_predicts_nothing() -> None:
     now = taught_by_deadlines(scheduler)
     assert arrive(scheduler, now, 2) is not None
     assert len(refused_at(scheduler, now, deadline=now + 0.1)) == 1
-    request = Request("input", None, now + 0.1)
-    request.target = inf
+    request = Request("input", None)
+    request.fix_deadline(now, None, 0.1)  # the default timeout
     assert scheduler.submit(now, [request]) == []
     assert scheduler.poll(now) == ([], now + 0.1)
     actions, _ = scheduler.poll(now + 0.1)
     assert [(one.request, one.reason) for one in actions if isinstance(one, Expire)] == [
         (request, ExpiryReason.WAITING)
     ]
+
+
+def test_a_default_deadline_is_kept_from_a_call_that_arrives_later() -> None:
+    scheduler = make(timeout=30.0, workers=0)
+    moments = [10.0 - late for late in (0.0, LATE_ARRIVAL / 2, 1.0)]
+    requests = [Request("input", None) for _ in moments]
+    for request, moment in zip(requests, moments, strict=True):
+        request.fix_deadline(moment, None, 30.0)
+    assert scheduler.submit(10.0, requests[:2]) == []
+    assert isinstance(scheduler._queue, RequestQueue)  # the faster one
+    assert scheduler.submit(10.0, requests[2:]) == []
+    assert [request.deadline for request in requests] == [40.0, 40.0, 39.0]
+    assert [request for request in requests if request.target is not None] == []
+
+
+def test_a_target_of_an_api_process_is_kept() -> None:
+    scheduler = make(max_latency=5.0)
+    request = Request("input", None)
+    request.target = inf  # it is tried again
+    assert scheduler.submit(0.0, [request]) == []
+    assert request.target == inf
 
 
 def test_no_rejection_without_a_ready_worker() -> None:
@@ -321,7 +342,7 @@ def waiting(
     scheduler: Scheduler, now: float, *left: float, timeout: float = 1000.0
 ) -> list[Request]:
     """Requests in the queue with so many seconds to their targets, whatever is predicted."""
-    requests = [Request(seconds, None, now + timeout) for seconds in left]
+    requests = [make_request(seconds, now + timeout) for seconds in left]
     for request in requests:
         request.id = next(LATER_IDS)
         request.arrival = now

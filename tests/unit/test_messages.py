@@ -3,7 +3,9 @@
 import gc
 import weakref
 
-from fast_batcher._core.values import Batch, ExpiryReason, Release, Request
+from schedulers import make_request
+
+from fast_batcher._core.values import Batch, ExpiryReason, Release
 
 
 def test_reasons_are_the_words_that_users_see() -> None:
@@ -23,7 +25,7 @@ def test_a_batch_is_freed_without_the_garbage_collector() -> None:
     seen = weakref.ref(value)
     gc.disable()
     try:
-        requests = [Request(value, None, deadline=1.0)]
+        requests = [make_request(value, 1.0)]
         batch = Batch(0, 0, requests, Release.FULL, deadline=1.0, open_count=1, sent_at=0.0)
         requests[0].batch_id = batch.id
         del value, requests, batch

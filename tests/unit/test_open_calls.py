@@ -5,13 +5,14 @@ from math import inf, nextafter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from schedulers import make_request
 
 from fast_batcher._core.host import GRACE, MOST_LOSSES, OpenCalls
 from fast_batcher._core.values import QUEUED, RETRYING, SENT, Request, settle
 
 
 def make(calls: OpenCalls, now: float, deadline: float | None = None) -> Request:
-    request = Request("value", None, deadline)
+    request = make_request("value", deadline)
     calls.add(now, request)
     return request
 

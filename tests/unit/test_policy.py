@@ -3,6 +3,7 @@
 from math import inf, nan
 
 import pytest
+from schedulers import make_request
 
 from fast_batcher._core.policy import (
     FixedPolicy,
@@ -13,7 +14,7 @@ from fast_batcher._core.policy import (
 )
 from fast_batcher._core.queue import RankedQueue
 from fast_batcher._core.service_model import ServiceModel
-from fast_batcher._core.values import Release, Request
+from fast_batcher._core.values import Release
 from fast_batcher.policy import LearnedTimes, QueueSummary
 
 ARRIVAL = 10.0
@@ -26,7 +27,7 @@ def queue_of(*deadlines: float) -> RankedQueue:
     """Requests that have arrived one second after each other, each with this deadline."""
     queue = RankedQueue()
     for number, deadline in enumerate(deadlines):
-        request = Request("input", caller=None, deadline=deadline)
+        request = make_request("input", deadline)
         request.id = number
         request.arrival = ARRIVAL + number
         queue.extend([request])

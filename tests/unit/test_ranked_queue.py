@@ -7,7 +7,7 @@ from types import FrameType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedulers import make, poll_batches, settle
+from schedulers import make, make_request, poll_batches, settle
 
 from fast_batcher._core.prediction import BatchTimes, Method, Methods
 from fast_batcher._core.queue import (
@@ -33,7 +33,7 @@ class Arrivals:
         self._ids = count()
 
     def add(self, priority: int = 0, group: int | None = None, cost: float = 1.0) -> Request:
-        request = Request(None, None, deadline=100.0)
+        request = make_request(None, 100.0)
         request.id = next(self._ids)
         request.priority = priority
         request.cost = cost

@@ -6,6 +6,7 @@ import weakref
 from math import inf
 
 import pytest
+from schedulers import make_request
 
 from fast_batcher._core.queue import MIN_DEAD_ENTRIES, Queue, RankedQueue, RequestQueue
 from fast_batcher._core.values import SENT, Request
@@ -27,7 +28,7 @@ class Arrivals:
 
     def add(self, *deadlines: float) -> list[Request]:
         """Requests that arrive together."""
-        requests = [Request(Value(), None, deadline) for deadline in deadlines]
+        requests = [make_request(Value(), deadline) for deadline in deadlines]
         for request in requests:
             request.id = next(self._ids)
         self.queue.extend(requests)

@@ -16,6 +16,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from schedulers import make_request
 
 from fast_batcher._core import queue
 from fast_batcher._core.policy import make_policy
@@ -240,7 +241,7 @@ class Schedule(RuleBasedStateMachine):
     ) -> None:
         self.now += pause
         deadlines = [None if p is None else self.now + p for p in patiences]
-        pair = [[Request(number, None, d) for number, d in enumerate(deadlines)] for _ in range(2)]
+        pair = [[make_request(number, d) for number, d in enumerate(deadlines)] for _ in range(2)]
         arriving, twins = pair
         for requests, scheduler in zip(pair, (self.scheduler, self.twin), strict=True):
             for request, rank in zip(requests, ranks, strict=False):

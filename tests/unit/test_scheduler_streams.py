@@ -5,6 +5,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from schedulers import make_request
 
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import MOST_DEATHS, Scheduler
@@ -188,7 +189,7 @@ def test_a_target_keeps_no_stream_from_a_busy_worker() -> None:
     scheduler.worker_ready(0.0, 1)
     submit(scheduler, 1)
     assert len(dispatched(scheduler)) == 1
-    assert scheduler.submit(0.0, [Request("named", None, 5.0)]) == []
+    assert scheduler.submit(0.0, [make_request("named", 5.0)]) == []
     assert len(dispatched(scheduler)) == 1
 
 

@@ -296,7 +296,7 @@ class World:
         self.calls[place] = request
         self.submitted += 1
         if self.rng.random() < 0.1:
-            request.deadline, request.has_explicit_deadline = self.now + 1.0, True
+            request.fix_deadline(self.now, 1.0, None)
         for rejected, _ in self.scheduler.submit(self.now, [request]):
             self.rejected.append(rejected)
 

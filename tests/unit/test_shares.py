@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedulers import make, poll_batches
+from schedulers import make, make_request, poll_batches
 
 from fast_batcher._core.queue import (
     AGED_BATCHES,
@@ -38,7 +38,7 @@ class Arrivals:
         priority: int = 0,
         group: Group | None = None,
     ) -> Request:
-        request = Request(None, None, deadline=100.0)
+        request = make_request(None, 100.0)
         request.id = next(self._ids)
         request.rank(priority, share)
         request.cost, request.group = cost, group
@@ -295,7 +295,7 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
 
 
 def of_share(share: str | None, deadline: float | None = None) -> Request:
-    request = Request(None, None, deadline)
+    request = make_request(None, deadline)
     request.rank(0, share)
     return request
 

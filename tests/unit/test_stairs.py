@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from models.base import Echo
-from schedulers import make, poll_batches, submit
+from schedulers import make, make_request, poll_batches, submit
 
 from fast_batcher import Collation
 from fast_batcher._core.prediction import Method
@@ -182,7 +182,7 @@ def test_a_batch_in_place_of_dropped_requests_has_its_own_method() -> None:
     limits = Limits(max_batch_size=2, max_queue_size=100, batches_per_worker=1)
     scheduler = Scheduler(make()._policy, limits, methods=methods)
     scheduler.worker_ready(0.0, 0, [(1, 1.0), (2, 1.0)])
-    first, late, other = requests = [Request("", None, deadline) for deadline in (30.0, 3.0, 30.0)]
+    first, late, other = requests = [make_request("", deadline) for deadline in (30.0, 3.0, 30.0)]
     for request, method in zip(requests, (methods[0], *methods), strict=True):
         request.group = method.group
     assert scheduler.submit(0.0, [first]) == []
