@@ -58,4 +58,7 @@ class SessionModel(Model[InputT, OutputT], Generic[InputT, OutputT, StateT]):
         """
 
     def leave(self, states: list[StateT]) -> None:
-        """Release what the states of ended sessions hold, beyond what Python frees."""
+        """Release what the states of ended sessions hold, beyond what Python frees.
+
+        It gets each state once, at the latest before the model's `close`.
+        """

@@ -212,8 +212,8 @@ class ModelActor:
 
     def stop(self) -> bytes:
         """Close the model."""
-        if self._model is not None:
-            close_model(self._model)
+        if (loop := self._steps or self._loop) is not None:
+            close_model(self._model, loop)
         return self._channel.take_answer()
 
     @ray.method(concurrency_group="skip")

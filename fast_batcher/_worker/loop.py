@@ -579,6 +579,11 @@ class BatchLoop:
             infer.end(session_id)
         return order is Order.LEAVE
 
+    def release_all(self) -> None:
+        """Release the states of the sessions that are left, before the model is closed."""
+        if isinstance(infer := self._models["infer"], SessionInfer):
+            infer.states.release_all()
+
     def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch, and end the sessions of a batch that has failed."""
         if job.failure is None and not job.is_skipped:

@@ -264,18 +264,19 @@ def load_and_serve(port: WorkerPort, progress: WorkerProgress, settings: WorkerS
         port.fail_start(pickling.describe(error))
         return 1
     stages = loaded.stages
+    copies = settings.copies_outputs or stages.count > 1
+    batches = BatchLoop(port, loaded.models, progress, settings.name, copies=copies)
+    loop: BatchLoop | StepLoop = batches
+    if settings.is_stepped:
+        loop = make_step_loop(port, loaded.model, progress, settings)
     try:
         port.report_ready(loaded.times, stages.count, read_module_files(), loaded.start)
-        copies = settings.copies_outputs or stages.count > 1
-        loop = BatchLoop(port, loaded.models, progress, settings.name, copies=copies)
-        if settings.is_stepped:
-            make_step_loop(port, loaded.model, progress, settings).run()
-        elif stages.count > 1:
-            StageLoop(loop, port, stages).run()
+        if stages.count > 1 and loop is batches:
+            StageLoop(batches, port, stages).run()
         else:
             loop.run()
     finally:
-        close_model(loaded.model)
+        close_model(loaded.model, loop)
     return 0
 
 
@@ -291,8 +292,9 @@ def make_step_loop(
     return StepLoop(port, model, *limits, progress, **options)
 
 
-def close_model(model: Any) -> None:
-    """Call the model's `close`, if it has one."""
+def close_model(model: Any, loop: "BatchLoop | StepLoop") -> None:
+    """Let the model release the states that are left, and call its `close`, if it has one."""
+    loop.release_all()
     try:
         if hasattr(model, "close"):
             model.close()

@@ -24,6 +24,10 @@ class LiveStates(dict[int, Any]):
         self.leave(states)
         return len(states)
 
+    def release_all(self) -> None:
+        """Forget the states that are left when the worker ends, for whatever reason."""
+        self.release([*self])
+
     def leave(self, states: list[Any]) -> None:
         """Let the model release some states."""
         try:
@@ -59,15 +63,15 @@ class SessionInfer:
         outcomes: list[Any] = [None] * len(inputs)
         states: dict[int, Any] = {}
         alone: list[Any] = []
-        for position, session in enumerate(sessions):
-            try:
-                states[position] = self._find(session)
-            except Exception as error:  # noqa: BLE001  the model's, for this call alone
-                outcomes[position] = error
-            else:
-                if session is None:
-                    alone.append(states[position])
         try:
+            for position, session in enumerate(sessions):
+                try:
+                    states[position] = self._find(session)
+                except Exception as error:  # noqa: BLE001  the model's, for this call alone
+                    outcomes[position] = error
+                else:
+                    if session is None:
+                        alone.append(states[position])
             if states:
                 found = self._model.infer([inputs[at] for at in states], [*states.values()])
                 outputs = list_outputs(found, len(states), "infer returned", copies=self._copies)

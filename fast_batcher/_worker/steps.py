@@ -102,6 +102,10 @@ class StepLoop:
         self._port.report_freed()
         return True
 
+    def release_all(self) -> None:
+        """Release the states of the streams that are left, before the model is closed."""
+        self._states.release_all()
+
     # Receiving.
 
     def _receive(self) -> bool:

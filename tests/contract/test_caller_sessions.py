@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from models.crashing import Bomb
 from models.ordinary import Slow
-from models.remembering import Diary, Framed, Held, Line, Mixed, Unwilling
+from models.remembering import Counted, Diary, Framed, Held, Line, Mixed, Unwilling
 from sessions import PLACES, every_place, host_of, pids_of
 from waits import LIMIT, Gate, assert_balance, both_loops, call, one_loop, outcome, until
 
@@ -189,6 +190,38 @@ async def test_a_worker_that_is_not_needed_any_more_ends_its_sessions() -> None:
         assert sum(isinstance(one, SessionLostError) for one in found) == 2
         for session in sessions:
             await session.aclose()
+
+
+@one_loop
+@every_place
+@pytest.mark.parametrize("how", ["close", "stop", "reload", "recycle", "scale", "fail"])
+async def test_each_state_that_begins_is_left_once(place: Any, how: str, tmp_path: Path) -> None:
+    file = tmp_path / "states"
+    options = {**place, "model_args": (str(file),), "drain_timeout": 0.0}
+    if how == "recycle":
+        options["max_batches_per_worker"] = 3
+    batcher = DynBatcher(Counted, **options, num_workers=1 if how == "recycle" else 2)
+    await batcher.open()
+    sessions = [batcher.session() for _ in range(6)]
+    await batcher.process_batched("alone")
+    for session in sessions:
+        with suppress(SessionLostError):
+            await session.process_batched("")
+    if how == "reload":
+        await batcher.reload()
+    elif how == "scale":
+        batcher.reconfigure(num_workers=1)
+    elif how == "fail":
+        with pytest.raises(InferenceError):
+            await sessions[0].process_batched("raise")
+    if how == "stop":
+        batcher.stop()
+    else:
+        await batcher.aclose()
+    lines = [line.split() for line in file.read_text().splitlines()]
+    left = [state for what, state in lines if what == "left"]
+    assert sorted(left) == sorted(state for what, state in lines if what == "begun")
+    assert len(left) >= len(sessions)
 
 
 @one_loop
