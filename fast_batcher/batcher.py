@@ -629,6 +629,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         broken = self._session if self._status.state is State.BROKEN else None
         if broken is not None and not self._leave_closed_loop():
             await broken.aclose()
+            if self._status.state is State.CLOSED:
+                raise BatcherClosedError(f"{self.name} was closed before it was ready")
         # During that wait another call may have opened the batcher.
         session = self._begin_open()
         if self._status.state is not State.BROKEN:
@@ -827,11 +829,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             kwargs = present[1] if kwargs is None else kwargs
         spec = self._check_model(args, kwargs)
         spec = dataclasses.replace(spec, weights=token_hex(8))
-        session = self._session
-        assert session is not None, "it has been opened"
-        work = session.reload(spec) if session.can_reload else self._reopen(spec)
         # A task of its own, because the caller may be cancelled.
-        self._reload = asyncio.create_task(work, context=Context())
+        self._reload = asyncio.create_task(self._load_model(spec), context=Context())
         self._reload.add_done_callback(self._note_reload)
         await asyncio.shield(self._reload)
 
@@ -1049,6 +1048,13 @@ class DynBatcher(Generic[InputT, OutputT]):
 
             return RemoteSession(self._model, self._live, status, ledger)
         return LocalSession(*parts)
+
+    async def _load_model(self, spec: ModelSpec) -> None:
+        """Replace the model of the session, unless the batcher was closed before this task ran."""
+        session = self._session
+        if session is None or self._status.state is not State.BROKEN:
+            session = self._accepting_session()
+        await (session.reload(spec) if session.can_reload else self._reopen(spec))
 
     async def _reopen(self, spec: ModelSpec) -> None:
         """Open a broken batcher with another model, which it keeps if it can load it."""

@@ -68,7 +68,6 @@ from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import HostKind
 from fast_batcher._transport.pickling import dump_atoms, dumps, measure_size, one_line
 from fast_batcher.errors import (
-    BatcherClosedError,
     BatcherError,
     ConfigurationError,
     DeadlineExceededError,
@@ -809,9 +808,9 @@ class RemoteSession(Session):
         self._end_reload(number, None if packed is None else unpack_error(packed))
 
     def _end_reload(self, number: int, error: BatcherError | None) -> None:
-        """Give a call of `reload` its outcome."""
-        _, outcome = self._reloads.pop(number)
-        if outcome.done() or outcome.get_loop().is_closed():
+        """Give a call of `reload` its outcome, unless the end of the session came first."""
+        _, outcome = self._reloads.pop(number, (None, None))
+        if outcome is None or outcome.done() or outcome.get_loop().is_closed():
             return
         if error is None:
             outcome.set_result(None)
@@ -821,10 +820,7 @@ class RemoteSession(Session):
     def _end_reloads(self) -> None:
         """Fail the calls of `reload`: no host will hear of them, or tell of them."""
         for number in [*self._reloads]:
-            error = self.status.broken_error() or BatcherClosedError(
-                f"{self._name} was closed while it reloaded"
-            )
-            self._end_reload(number, error)
+            self._end_reload(number, self.status.unanswered_error())
 
     def _take_generation(self, generation: Generation) -> None:
         """Follow the model of the host, which this or another API process has reloaded."""

@@ -345,6 +345,8 @@ class Pool:
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
         assert self._reloaded is None, "the session allows one at a time"
+        if self.is_closing:
+            raise self._make_closed_error()
         self._reloaded = asyncio.get_running_loop().create_future()
         reload = self.fleet.begin_reload(model_spec)
         try:
@@ -551,13 +553,15 @@ class Pool:
             worker.is_serving = False
             self._remove(worker)  # the last wakes an `aclose` that waits
 
+    def _make_closed_error(self) -> BatcherClosedError:
+        return BatcherClosedError(f"{self._name} was closed while it reloaded")
+
     def _cancel_timers(self) -> None:
         """Cancel the restarts, the heartbeat and the reload, because the pool ends."""
         reloaded = self._reloaded
         # A closed event loop gets no error.
         if not (reloaded is None or reloaded.done() or reloaded.get_loop().is_closed()):
-            closed = f"{self._name} was closed while it reloaded"
-            reloaded.set_exception(BatcherClosedError(closed))
+            reloaded.set_exception(self._make_closed_error())
         for timer in (self._reconcile_timer, self._heartbeat_timer):
             if timer is not None:
                 timer.cancel()

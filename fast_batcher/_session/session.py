@@ -196,7 +196,10 @@ class Session(ABC):
 
     @abstractmethod
     async def reload(self, model_spec: ModelSpec) -> None:
-        """Replace the workers by workers with another model."""
+        """Replace the workers by workers with another model.
+
+        The end of the session ends it with `BatcherClosedError`; a later outcome is dropped.
+        """
 
     @abstractmethod
     def begin_drain(self) -> None:

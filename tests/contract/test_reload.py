@@ -1,11 +1,13 @@
 """`reload`: workers whose model has other arguments, under load."""
 
 import asyncio
+import logging
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from models.versions import Versioned
 from recorder import Load
@@ -129,17 +131,37 @@ async def test_cancelled_call_does_not_stop_reload(make: Make, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("end", ["aclose", "stop"])
-async def test_a_reload_ends_with_its_batcher(make: Make, end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_begun", [False, True], ids=["called", "begun"])
+async def test_a_reload_ends_with_its_batcher(
+    make: Make, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, has_begun: bool
+) -> None:
     batcher = make(Versioned, model_args=("one",))
     await batcher.open()
+    workers = pids_of(batcher)
+    await versions_of(batcher)
     task = asyncio.create_task(batcher.reload(model_args=(f"waits {tmp_path / 'weights'}",)))
-    await until(lambda: len(pids_of(batcher)) == 2)
+    await asyncio.sleep(0)  # the call has made the task of the reload, which has not run
+    if has_begun:
+        await until(lambda: len(pids_of(batcher)) == 2)
+        workers = pids_of(batcher)
     if end == "aclose":
         await batcher.aclose()
     else:
         batcher.stop()
+    assert not any(map(psutil.pid_exists, workers))
     assert isinstance(await outcome(task), BatcherClosedError)
-    assert_balance(batcher)
+    assert assert_balance(batcher).completed == 40
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_stop_ends_the_opening_of_a_broken_batcher(make: Make) -> None:
+    batcher = make(Versioned, model_args=("bad",))
+    assert isinstance(await outcome(asyncio.create_task(batcher.open())), WorkerStartupError)
+    opening = asyncio.create_task(batcher.open())
+    await asyncio.sleep(0)  # it waits for the end of the broken session
+    batcher.stop()
+    assert isinstance(await outcome(opening), BatcherClosedError)
+    assert batcher.state == "closed"
 
 
 def test_closed_event_loop_ends_a_reload(tmp_path: Path) -> None:
