@@ -799,8 +799,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         The workers are replaced one by one, each when its successor has loaded the model. For a
         while there is one more copy of the model, and each request is answered by the old or the
         new model. If a successor cannot load the model, all workers return to the previous
-        arguments. A broken batcher is opened with the new arguments. With `shared` the reload
-        applies to all server processes.
+        arguments; a worker whose return fails ends, and is restarted like one that has died. A
+        broken batcher is opened with the new arguments. With `shared` the reload applies to all
+        server processes.
 
         Args:
             model_args: Positional arguments of the model's constructor, None for the current ones.

@@ -56,7 +56,8 @@ class Replica:
 class Reload:
     """A reload of every replica in turn.
 
-    If one replacement fails, the replicas that were replaced before go back in the same way.
+    If one replacement fails, the replicas that were replaced before go back in the same way. If one
+    of these fails, its worker ends, which has the rejected model; it is restarted like any other.
     """
 
     before: Any
@@ -105,8 +106,9 @@ class Fleet:
         self._make_restarts = make_restarts
         # The replicas, by index.
         self.replicas = {index: Replica(index, model, make_restarts()) for index in range(count)}
-        # Serving workers that have lost their places.
+        # Serving workers that have lost their places; and those that are still to be ended.
         self._retired: set[Any] = set()
+        self._rejected: list[Any] = []
         self.reload: Reload | None = None
 
     # The table.
@@ -178,8 +180,10 @@ class Fleet:
                 for other in self.replicas.values():
                     other.model = self.reload.before
             else:
-                # It keeps its worker with the new model.
                 replica.loaded = self.reload.before
+                if worker is replica.successor:
+                    self._rejected.append(replica.worker)
+                    replica.worker, replica.successor = worker, None
         if worker is replica.successor:
             replica.successor, replica.start_at = None, now + MAX_BACKOFF
             return None
@@ -219,6 +223,8 @@ class Fleet:
         starts into the replica of the action.
         """
         actions: list[StartWorker | EndWorker] = []
+        while self._rejected:
+            actions.append(self._end(self._rejected.pop(), has_successor=False))
         for replica in self.replicas.values():
             if replica.successor is not None and replica.successor.is_serving:
                 actions.append(self._end(replica.worker, has_successor=True))

@@ -247,11 +247,10 @@ class Pool:
             return
         worker.set_timer(None)
         worker.kill()
-        is_successor = worker is replica.successor
         next_try = self.fleet.failed(monotonic(), worker, error)
         if reload is not None and reload.error is error and not self.is_closing:
             logger.error("%s: the reload has failed, and is undone: %s", self._name, error)
-        if is_successor and not self.is_closing:
+        if next_try is None and not self.is_closing:
             text = "%s: %s; the worker before it goes on"
             logger.warning(text, self._name, error, exc_info=error)
         elif not self.is_closing:

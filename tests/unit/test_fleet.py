@@ -292,17 +292,27 @@ def test_after_a_failure_the_replaced_workers_go_back(good: int) -> None:
     assert (reload.is_over, reload.error) == (True, error)
 
 
-def test_worker_that_cannot_go_back_keeps_its_model() -> None:
+def test_worker_that_cannot_go_back_ends_and_is_restarted_with_its_model() -> None:
     pool = opened(3)
     reload = pool.fleet.begin_reload("new")
     pool.act()
     pool.ready(pool.loading[0])
     pool.ready(pool.loading[0])
     pool.fail(pool.loading[0])
+    rejected = pool.processes[0]
     pool.fail(pool.loading[0])
+    assert pool.ended[-1] == EndWorker(rejected, has_successor=False)
     pool.load_all()
-    assert (pool.models, reload.is_over) == (["new", "old", "old"], True)
-    assert {replica.model for replica in pool.fleet.replicas.values()} == {"old"}
+    assert (pool.models, reload.is_over) == ([None, "old", "old"], True)
+    pool.fleet.reload = None
+    for back_off in (BACKOFF, 2 * BACKOFF):
+        began = pool.now
+        pool.wait()
+        assert pool.now == began + back_off
+        pool.fail(pool.loading[0])
+    pool.wait()
+    pool.load_all()
+    assert pool.models == ["old", "old", "old"]
 
 
 def test_reload_waits_for_workers_that_load() -> None:
@@ -352,7 +362,7 @@ def happen(pool: Pool, choose: random.Random) -> None:
     elif event == "count":
         pool.fleet.count = choose.randint(1, 4)
     elif event == "reload" and pool.fleet.reload is None:
-        pool.fleet.begin_reload(choose.choice(["new", "newer"]))
+        pool.fleet.begin_reload(object())  # each reload has a model of its own
     elif event == "due":
         for replica in pool.fleet.replicas.values():
             replica.is_due = choose.random() < 0.5
@@ -377,6 +387,8 @@ def test_random_events_lead_to_what_is_wished(seed: int) -> None:
     choose = random.Random(seed)
     pool = Pool(choose.randint(1, 4), choose.choice([None, 0, 2]))
     for _ in range(60):
+        if pool.fleet.reload is not None and pool.fleet.reload.is_over:
+            pool.fleet.reload = None
         happen(pool, choose)
     calm_down(pool)
     assert pool.most_at_once <= 1
@@ -385,7 +397,8 @@ def test_random_events_lead_to_what_is_wished(seed: int) -> None:
     assert all(replica.is_ready for replica in pool.fleet.replicas.values())
     assert not pool.fleet.is_loading
     assert not pool.fleet.is_failing
-    assert len({replica.model for replica in pool.fleet.replicas.values()}) == 1
+    (model,) = {replica.model for replica in pool.fleet.replicas.values()}
+    assert set(pool.models) == {model}, "no worker has a model that a reload has rejected"
 
 
 @pytest.mark.parametrize(
