@@ -433,9 +433,8 @@ class HostSession(LocalSession):
         self._on_change()
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
-        """Break while opening, unless another host had workers on this cluster before."""
-        is_opening = self.status.state is State.OPENING
-        if self._host_parts.cluster is not None and self._was_open and is_opening:
+        """Break while opening, unless a host before had workers: then this one replaces them."""
+        if self._was_open and self.status.state is State.OPENING:
             logger.warning("%s: %s; trying again", self._name, error)
         else:
             super().worker_failed_to_start(worker, error)

@@ -14,7 +14,7 @@ from recorder import Load
 from sessions import Make, host_of, make, own_directory, pids_of
 from shared_client import client
 from shared_client import make as shared
-from waits import assert_balance, outcome, until
+from waits import assert_balance, call, outcome, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -303,6 +303,22 @@ async def test_reload_whose_host_dies_fails_and_is_forgotten(tmp_path: Path) -> 
         assert batcher.stats.generation == 0
         await batcher.reload(model_args=("two",))
         assert await versions_of(batcher) == {"two"}
+
+
+@pytest.mark.usefixtures("own_directory")
+async def test_model_that_the_next_host_cannot_load_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = tmp_path / "weights"
+    weights.touch()
+    options = {**ARGUMENTS[1], "max_restarts": None}
+    async with shared(ARGUMENTS[0], options, [f"takes {weights}"]) as batcher:
+        os.kill(host_of(batcher), signal.SIGKILL)
+        answer = call(batcher, None)
+        await until(lambda: answer.done() or "FileNotFoundError" in caplog.text)
+        weights.touch()
+        assert (await answer)[0] == f"takes {weights}"
+        assert batcher.state == "open"
 
 
 @pytest.mark.usefixtures("own_directory")
