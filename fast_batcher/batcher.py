@@ -354,7 +354,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             value: As for `process_batched`.
             timeout: Seconds until the call fails without a first chunk, and later without a further
                 one. Default the batcher's. For a limit on the whole stream read it within
-                `asyncio.timeout`.
+                `asyncio.timeout`, and close it.
             priority: As for `process_batched`.
             share: As for `process_batched`.
 
@@ -362,7 +362,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             ConfigurationError: The model is no `SteppedModel`; or as for `process_batched`.
             BatcherError: The errors of `process_batched`.
 
-        Cancellation: safe at any time, also while the stream is read: it leaves at the next step.
+        Cancellation: safe at any time; a stream whose first chunk is awaited leaves. A cancelled
+        read of the returned stream loses nothing, and can be repeated.
         """
         if not self._model.spec.is_stepped:
             raise ConfigurationError(f"{self.name}: stream() needs a model that is a SteppedModel")
@@ -372,7 +373,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         set_options(request, timeout, priority, share, self._settings.timeout)
         session.accept(request)
         stream: Stream[ChunkT] = Stream(request, queue, session.abandon, session.binding.call)
-        await stream.wait()
+        try:
+            await stream.wait()
+        except BaseException:  # a traceback may hold the stream
+            await stream.aclose()
+            raise
         return stream
 
     def session(self, *, timeout: float | None = None) -> BatchSession[InputT, OutputT]:

@@ -9,9 +9,11 @@ every request: at its end, or with an error. A request with a future gets the li
 """
 
 import asyncio
+import weakref
 from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, Generic, Self, TypeVar
 
 from fast_batcher._core.stream_times import joined_at
@@ -28,6 +30,9 @@ MOST_BUFFERED = 1024
 # Bytes of the chunks that may wait, for chunks that know their size: texts, bytes, arrays, tensors.
 # A few large chunks would fill the memory otherwise; a stream of 16 KiB chunks meets both limits.
 MOST_BUFFERED_BYTES = 16 * 1024 * 1024
+# The error of a read behind the end of a stream that has not ended normally: a reader that goes on
+# after an error must not take a part of the answer for the whole.
+ENDED_EARLY = "nothing can be read: the stream was closed before its end, or has raised its error"
 
 
 class ChunkSink:
@@ -85,7 +90,7 @@ class ChunkQueue(ChunkSink):
 
     def __init__(self, loop: AbstractEventLoop, most: int = MOST_BUFFERED) -> None:
         super().__init__(most)
-        self._loop = loop
+        self.loop = loop
         self.chunks: deque[Any] = deque()
         # Set once no further chunk comes; the error is raised behind the chunks.
         self.is_over = False
@@ -123,12 +128,12 @@ class ChunkQueue(ChunkSink):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the reader waits for a chunk."""
-        return self._waiter is not None
+        """Whether the reader waits for a chunk; one that was cancelled does not."""
+        return self._waiter is not None and not self._waiter.cancelled()
 
     def wait(self) -> Future[None]:
         """Return a future for the next chunk, or the end."""
-        self._waiter = Future(loop=self._loop)
+        self._waiter = Future(loop=self.loop)
         return self._waiter
 
     def take(self) -> Any:
@@ -138,9 +143,11 @@ class ChunkQueue(ChunkSink):
         return chunk
 
     def leave(self) -> None:
-        """Drop what is not read, and end the stream for its reader."""
+        """Drop what is not read; a further read raises, unless the stream was read to its end."""
+        if self.chunks or not self.is_over:
+            self.error = RuntimeError(ENDED_EARLY)
         self.chunks.clear()
-        self.is_over, self.error = True, None
+        self.is_over = True
         self._wake()
 
 
@@ -148,8 +155,12 @@ class Stream(Generic[ChunkT]):
     """The chunks of one request, as an async iterator for one reader: see `DynBatcher.stream`.
 
     Chunks come as the model computes them; a reader that is slower finds them waiting. When the
-    iteration ends or is cancelled, or the stream is closed or dropped, the request leaves the
-    model's next step. Also an async context manager, which closes it.
+    iteration ends, or the stream is closed or dropped, the request leaves the model's next step.
+    Also an async context manager, which closes it.
+
+    Cancellation: a cancelled read loses no chunk, and the next read continues. So
+    `asyncio.wait_for(anext(stream), 15)` can be repeated, for example after a ping to the client.
+    A task that is cancelled in an `async for` over the stream, and ends by that, leaves it.
     """
 
     def __init__(
@@ -160,8 +171,11 @@ class Stream(Generic[ChunkT]):
         self._abandon = abandon
         # Calls a function on the loop's thread, from any.
         self._call = call
+        # The task of the last `async for`.
+        self._iterator: asyncio.Task[Any] | None = None
 
     def __aiter__(self) -> Self:
+        self._iterator = asyncio.current_task(self._queue.loop)
         return self
 
     async def __anext__(self) -> ChunkT:
@@ -173,7 +187,8 @@ class Stream(Generic[ChunkT]):
             WorkerLostError: The worker died; a stream with chunks is not begun again.
             InferenceError: The model raised, or its chunk cannot be sent.
             BatcherClosedError: The batcher was closed.
-            RuntimeError: Another task waits for a chunk of this stream.
+            RuntimeError: Another task waits for a chunk of this stream; or the stream was closed
+                before its end, or has raised one of these errors before.
         """
         await self.wait()
         if not self._queue.chunks:
@@ -184,7 +199,7 @@ class Stream(Generic[ChunkT]):
     async def wait(self) -> None:
         """Wait until the next chunk has come, or the stream has ended.
 
-        Raises as the iteration does, if no chunk is left. Cancellation: the request leaves.
+        Raises as the iteration does, if no chunk is left.
         """
         queue = self._queue
         while not (queue.chunks or queue.is_over):
@@ -193,13 +208,30 @@ class Stream(Generic[ChunkT]):
             try:
                 await queue.wait()
             except BaseException:  # cancelled
-                self._leave()
+                self._leave_with_iterator()
                 raise
         if queue.error is not None and not queue.chunks:
             self._raise()
 
+    def _leave_with_iterator(self) -> None:
+        """Leave if the task that iterates ends by this cancellation.
+
+        Starlette cancels the task when a client disconnects, and the cycle of an exception and its
+        traceback then keeps the stream until the next collection.
+        """
+        task, find = self._iterator, weakref.WeakMethod(self._note_end)
+        if task is not None and task is asyncio.current_task(self._queue.loop):
+            task.add_done_callback(
+                lambda task: None if (note_end := find()) is None else note_end(task),
+                context=Context(),
+            )
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        if self._iterator is task and task.cancelled():
+            self._leave()
+
     def _raise(self) -> None:
-        error, self._queue.error = self._queue.error, None
+        error, self._queue.error = self._queue.error, RuntimeError(ENDED_EARLY)
         try:
             assert error is not None, "the caller has looked"
             if isinstance(error, StopAsyncIteration):  # the reader would take it for the end
@@ -209,6 +241,7 @@ class Stream(Generic[ChunkT]):
             del error  # it holds this frame
 
     def _leave(self) -> None:
+        self._iterator = None
         self._queue.leave()
         if not self._request.is_settled:
             self._abandon(self._request)

@@ -127,7 +127,7 @@ async def test_a_step_that_raises_ends_the_streams_of_that_step(place: Any) -> N
 
 @one_loop
 @every_place
-@pytest.mark.parametrize("way", ["close", "drop", "cancel", "with"])
+@pytest.mark.parametrize("way", ["close", "drop", "cancel", "first", "with"])
 async def test_a_caller_that_goes_leaves_the_next_step(way: str, place: Any) -> None:
     async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
         stream = await batcher.stream(Plan("long", ENDLESS))
@@ -139,14 +139,63 @@ async def test_a_caller_that_goes_leaves_the_next_step(way: str, place: Any) -> 
             await until(lambda: batcher.stats.batches > 5)
             task.cancel()
             await asyncio.wait([task])
+        elif way == "first":
+            first = asyncio.ensure_future(batcher.stream(Plan("silent", ENDLESS, 0, "silent")))
+            await until(lambda: batcher.stats.running == 2)
+            first.cancel()
+            await asyncio.wait([first])
+            await until(lambda: batcher.stats.running == 1)
+            del stream
         elif way == "with":
             async with stream:
                 pass
         else:
             del stream
             gc.collect()
-        await until(lambda: batcher.stats.cancelled == 1)
+        await until(lambda: batcher.stats.running == 0)
         assert await live(batcher) == 0
+
+
+@one_loop
+@own_and_shared
+async def test_a_cancelled_read_loses_no_chunk(place: Any) -> None:
+    """A reader that waits with a limit gets the whole answer, however often it gives up."""
+    plan = Plan("long", 2000)
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(plan)
+        chunks: list[Any] = []
+        gave_up = 0
+        while len(chunks) < plan.length:
+            read_one = asyncio.ensure_future(anext(stream))
+            for _ in range(gave_up % 5):
+                await asyncio.sleep(0)
+            read_one.cancel()
+            await asyncio.wait([read_one])
+            if read_one.cancelled():
+                gave_up += 1
+            else:
+                chunks.append(read_one.result())
+        assert chunks == whole(plan)
+        assert gave_up
+        for _ in range(2):  # the normal end stays the normal end, also behind `aclose`
+            assert [chunk async for chunk in stream] == []
+            await stream.aclose()
+
+
+@one_loop
+@own_and_shared
+@pytest.mark.parametrize("way", ["closed", "failed"])
+async def test_reading_behind_an_early_end_raises(way: str, place: Any) -> None:
+    async with DynBatcher(Counter, **place, model_args=(0.001,)) as batcher:
+        stream = await batcher.stream(Plan("long", ENDLESS, 9, "fail"))
+        if way == "closed":
+            await stream.aclose()
+        else:
+            with pytest.raises(Refused):
+                await _exhaust(stream)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed before its end, or has raised"):
+                await anext(stream)
 
 
 @one_loop
@@ -159,7 +208,8 @@ async def test_a_stream_has_one_reader() -> None:
         with pytest.raises(RuntimeError, match="another task waits"):
             await anext(stream)
         await stream.aclose()
-        await reader  # closing ends the iteration of another task
+        with pytest.raises(RuntimeError, match="closed before its end"):
+            await reader
 
 
 @every_place
@@ -171,7 +221,8 @@ def test_a_stream_can_be_closed_after_its_loop(place: Any) -> None:
 
     async def close(stream: Any) -> None:
         await stream.aclose()
-        assert [chunk async for chunk in stream] == []
+        with pytest.raises(RuntimeError, match="closed before its end"):
+            await anext(stream)
 
     stream = asyncio.run(begin())
     asyncio.run(close(stream))
