@@ -127,6 +127,10 @@ class RequestQueue:
         self.size -= len(requests)
         return requests
 
+    def choose(self, count: int) -> list[Request]:
+        """Return the next batch of at most `count` requests, which stay in the queue."""
+        return [*islice(self, count)]
+
     def discard(self, request: Request) -> None:
         """Remove a waiting request that the caller has marked as settled."""
         self.size -= 1

@@ -101,6 +101,11 @@ class Retries:
         requests = chain.from_iterable(group.requests for group in self.groups)
         return (request for request in requests if not request.is_settled)
 
+    @property
+    def next_cost(self) -> float:
+        """Cost of the next request, 0 if there is none."""
+        return next((request.cost for request in self), 0.0)
+
     def after_loss(
         self, batch: Batch, progress: BatchProgress
     ) -> tuple[list[Request], list[Request]]:
@@ -1083,7 +1088,7 @@ class Scheduler:
 
     def _dispatch_retries(self, now: float, actions: list[Action]) -> None:
         """Dispatch what is tried again, to idle workers, before the queue."""
-        while (slot := self._workers.find_for_retry()) is not None:
+        while (slot := self._workers.find_for_retry(self._retries.next_cost)) is not None:
             # The size cap may have fallen below the group's size.
             group = self._retries.take(self._methods)
             if group is None:
@@ -1106,7 +1111,10 @@ class Scheduler:
     def _dispatch(self, now: float, queue: Queue, slots: Slots, actions: list[Action]) -> float:
         """Dispatch batches of a queue; return the end of a hold, infinite without a hold."""
         while queue.size:
-            slot = self._workers.least_loaded(inf, slots)
+            if self._is_stepped:
+                slot = self._workers.find_place(queue.choose(1)[0].cost)
+            else:
+                slot = self._workers.least_loaded(inf, slots)
             if slot is None:
                 break
             is_full = queue.is_full(queue.next_method.size_cap.size)

@@ -73,8 +73,8 @@ class WorkerTable:
         self._infer_timeout = or_infinite(limits.infer_timeout)
         self._batches_per_worker = limits.batches_per_worker
         self._is_stepped = limits.is_stepped
-        self._most_cost = limits.most_stream_cost
-        self._has_costs = self._most_cost < inf
+        self._places, self._most_cost = limits.places, limits.most_stream_cost
+        self._sends_ahead = limits.batches_per_worker > limits.places
         # Workers, by their number.
         self.slots: dict[int, WorkerSlot] = {}
         # Batches on workers, by id.
@@ -155,16 +155,36 @@ class WorkerTable:
             count = len(slot.batches)
             is_available = not (slot.is_stalled or slot.is_retired)
             if is_available and count < below and count < slot.most_batches:
-                if count and (slot.is_on_trial or (self._has_costs and self.is_full(slot))):
+                if count and slot.is_on_trial:
                     continue
                 found, below = slot, count
         return found
 
+    def find_place(self, cost: float) -> WorkerSlot | None:
+        """Return the worker with the fewest streams that can begin one of this cost, or None.
+
+        Without other workers a stream may also be sent ahead, and wait in the worker. Beside others
+        it waits in the queue, for the worker that has room first.
+        """
+        if self._sends_ahead and len(self.assignable) == 1:
+            return self.least_loaded(inf, [one for one in self.assignable if not self.is_full(one)])
+        slots = [
+            slot
+            for slot in self.slots.values()
+            if len(slot.batches) < self._places
+            and (not slot.batches or self.sum_costs(slot) + cost <= self._most_cost)
+        ]
+        return self.least_loaded(inf, slots)
+
+    def sum_costs(self, slot: WorkerSlot) -> float:
+        """Return the cost of a worker's streams together."""
+        return sum([batch.requests[0].cost for batch in slot.batches])
+
     def is_full(self, slot: WorkerSlot) -> bool:
         """Return whether the streams of a worker cost the most; the youngest may wait there."""
-        return sum([batch.requests[0].cost for batch in slot.batches]) >= self._most_cost
+        return self.sum_costs(slot) >= self._most_cost
 
-    def find_for_retry(self) -> WorkerSlot | None:
+    def find_for_retry(self, cost: float) -> WorkerSlot | None:
         """Return the worker for a batch that is tried again, or None: an idle one.
 
         A stream runs beside others. Of the streams with which a worker has died, one at a time is
@@ -172,7 +192,7 @@ class WorkerTable:
         """
         if not self._is_stepped:
             return self.least_loaded(1)
-        slot = self.least_loaded()
+        slot = self.find_place(cost)
         if slot is None or any(batch.is_on_trial for batch in slot.batches):
             return None
         return slot

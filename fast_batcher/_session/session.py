@@ -1062,7 +1062,8 @@ def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
     # The scheduler takes a stream for a batch of one, and a worker has many of them at a time.
     size, batches = settings.batch_limit, BATCHES_PER_WORKER
     if is_stepped:
-        size, batches = 1, most_streams(size)
+        # A worker that is added finds the streams in the queue.
+        size, batches = 1, most_streams(size) if settings.most_workers == 1 else size
     return Limits(
         max_batch_size=size,
         max_queue_size=settings.queue_limit,

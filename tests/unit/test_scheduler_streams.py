@@ -30,6 +30,7 @@ def make_scheduler(
     most_cost: float = inf,
     max_latency: float | None = None,
     max_queue_size: int = 1000,
+    ahead: bool = True,
 ) -> Scheduler:
     return Scheduler(
         make_policy("greedy", None),
@@ -40,7 +41,7 @@ def make_scheduler(
             places=PLACES,
             timeout=timeout,
             infer_timeout=infer_timeout,
-            batches_per_worker=most_streams(PLACES),
+            batches_per_worker=most_streams(PLACES) if ahead else PLACES,
             is_stepped=True,
             most_stream_cost=most_cost,
         ),
@@ -73,6 +74,46 @@ def test_the_worker_with_the_fewest_streams_gets_the_next() -> None:
         scheduler.worker_ready(0.0, worker)
     submit(scheduler, 6)
     assert sorted(batch.worker for batch in dispatched(scheduler)) == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_beside_others_a_worker_gets_no_stream_ahead(*, ahead: bool) -> None:
+    """A stream that no worker can begin goes to the worker that has room first."""
+    scheduler = make_scheduler(ahead=ahead)
+    for worker in (1, 2):
+        scheduler.worker_ready(0.0, worker)
+    submit(scheduler, 2 * PLACES + 1)
+    batches = dispatched(scheduler)
+    assert len(batches) == 2 * PLACES
+    last = batches[-1]
+    assert scheduler.batch_done(1.0, last.worker, last.id) == last
+    assert [batch.worker for batch in dispatched(scheduler, 1.0)] == [last.worker]
+
+
+def test_a_worker_of_a_range_gets_no_stream_ahead() -> None:
+    """A worker that is added begins the stream that waits."""
+    scheduler = make_scheduler(ahead=False)
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, PLACES + 1)
+    assert len(dispatched(scheduler)) == PLACES
+    scheduler.worker_ready(1.0, 2)
+    assert [batch.worker for batch in dispatched(scheduler, 1.0)] == [2]
+
+
+def test_a_stream_goes_to_the_worker_with_room_for_its_cost() -> None:
+    scheduler = make_scheduler(most_cost=100.0)
+    for worker in (1, 2):
+        scheduler.worker_ready(0.0, worker)
+    requests = submit(scheduler, 4)
+    for request, cost in zip(requests, (95.0, 10.0, 10.0, 90.0), strict=True):
+        request.cost = cost
+    first, *others = dispatched(scheduler)
+    assert [batch.requests[0].cost for batch in others] == [10.0, 10.0]
+    assert {batch.worker for batch in others} == {1, 2} - {first.worker}
+    # A stream that is tried again goes where it fits, before the queue.
+    assert scheduler.batch_done(1.0, first.worker, first.id, has_raised=True) == first
+    assert scheduler.stream_evicted(first) == []
+    assert [batch.requests[0].cost for batch in dispatched(scheduler, 1.0)] == [95.0]
 
 
 def test_a_stream_whose_caller_has_gone_is_to_leave_and_keeps_its_place_until_it_has() -> None:
