@@ -177,7 +177,7 @@ class SessionQueue:
         if session.worker is not None:
             self._use(now, session)
             return None
-        if is_draining:
+        if is_draining or not session.may_begin:
             return Rejection(BatcherClosedError, "the batcher is draining and takes no new session")
         if self._place(now, session) or not self._workers.assignable:
             return None

@@ -227,6 +227,7 @@ class SessionPlace:
         "end",
         "ends_at",
         "id",
+        "may_begin",
         "timeout",
         "was_answered",
         "worker",
@@ -239,6 +240,8 @@ class SessionPlace:
         self.worker: int | None = None
         self.id = -1
         self.began_at = 0.0
+        # False if its API process drains: without a place it gets none.
+        self.may_begin = True
         # Whether its worker has answered a request of it; before that it has no claim to its place.
         self.was_answered = False
         # The moment at which it has been idle for its timeout.

@@ -255,6 +255,8 @@ class RemoteSession(Session):
         self._is_observed = False
         # Whether this process reports: as the host has said, and without a host for itself.
         self._is_reporter = True
+        # Whether sessions without a place get none any more.
+        self._is_draining = False
         # Set when there is no host to wait for after the goodbye; None before the goodbye.
         self._hung_up: asyncio.Event | None = None
 
@@ -286,13 +288,21 @@ class RemoteSession(Session):
         self.run_soon()
 
     def _note_session(self, request: Request, session: SessionPlace) -> bool:
-        """Number a new session; reject the request and return False if its session has ended."""
+        """Number a new session; reject the request and return False if its session has ended.
+
+        The host, too, lets sessions go on while this process drains, and ends them at the goodbye.
+        """
         if session.end is not None:
             error = SessionLostError(f"the session has ended: {session.end}")
             self._ledger.reject(request, error, "session lost")
             return False
+        if self._hung_up is not None:
+            closed = BatcherClosedError(f"{self._name} is closing, and takes no new session")
+            self._ledger.reject(request, closed, "closed")
+            return False
         if session.id < 0:
             session.id = next(self._session_ids)
+        session.may_begin = not self._is_draining
         return True
 
     def _send_later(self, request: Request) -> None:
@@ -703,11 +713,15 @@ class RemoteSession(Session):
             text = "two host processes died with this request; it is not sent again"
             self._fail(request, PoisonRequestError(text), "poison request")
         self._abandoned.clear()
-        for session in self._caller_sessions.values():
-            session.end = "the host process died"
-        self._caller_sessions.clear()
+        self._end_sessions("the host process died")
         self._fail_lost()
         self._notice_drained()
+
+    def _end_sessions(self, reason: str) -> None:
+        """Note that no host has the sessions any more."""
+        for session in self._caller_sessions.values():
+            session.end = reason
+        self._caller_sessions.clear()
 
     def _fail_lost(self) -> None:
         """Fail the requests that were not sent, and whose sessions have ended."""
@@ -834,7 +848,8 @@ class RemoteSession(Session):
         logger.info("%s: the workers have another model, generation %d", self._name, number)
 
     def begin_drain(self) -> None:
-        """Do nothing: the batcher sends no further requests."""
+        """Let no further session begin; the batcher sends no other requests."""
+        self._is_draining = True
 
     def _is_drained(self) -> bool:
         return not (len(self._open) or self._caller_sessions)
@@ -843,6 +858,7 @@ class RemoteSession(Session):
         """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""
         await self._wait_until_drained()
         self._fail_all()
+        self._end_sessions("the batcher was closed")
         self._end_reloads()
         if self._hung_up is None:
             self._hung_up = asyncio.Event()

@@ -8,7 +8,7 @@ import io
 import pickle
 from typing import Any
 
-from fast_batcher._core.values import Failure, Group, Request
+from fast_batcher._core.values import Failure, Group, Request, SessionPlace
 from fast_batcher._session.streams import ChunkSink
 from fast_batcher._transport.pickling import (
     ATOMS,
@@ -85,7 +85,7 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
             None if request.group is None else name_group(request.group),
             request.size,
             isinstance(request.caller, ChunkSink),
-            None if request.session is None else (request.session.id, request.session.timeout),
+            None if request.session is None else name_session(request.session),
         )
         for position, request in enumerate(requests)
         if request.has_deadline
@@ -101,6 +101,11 @@ def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
 def name_group(group: Group) -> tuple[str | None, bytes | None]:
     """Return the method and the packed key of a group, None for none."""
     return None if group.method is None else group.method.name, group.key
+
+
+def name_session(session: SessionPlace) -> tuple[int, float, bool]:
+    """Return the id of a session, its timeout, and whether it may begin."""
+    return session.id, session.timeout, session.may_begin
 
 
 def pack_key(key: Any) -> bytes:

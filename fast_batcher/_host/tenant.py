@@ -291,7 +291,7 @@ class Tenant:
         group: tuple[str | None, bytes | None] | None,
         size: int,
         is_stream: bool,
-        session: tuple[int, float] | None,
+        session: tuple[int, float, bool] | None,
     ) -> None:
         """Set what makes a request differ from an ordinary one."""
         if deadline is not None:
@@ -304,8 +304,9 @@ class Tenant:
         if group is not None:
             request.group = self._find_group(*group)
         if session is not None and self.session is not None:
-            session_id, idle_timeout = session
-            request.session = self._sessions.setdefault(session_id, SessionPlace(idle_timeout))
+            session_id, idle_timeout, may_begin = session
+            place = self._sessions.setdefault(session_id, SessionPlace(idle_timeout))
+            request.session, place.may_begin = place, may_begin
             self.session.begin_session()
         if is_stream:
             request.caller = HostStream(request_id, self._chunks.put, self._end_stream)

@@ -15,7 +15,7 @@ from models.crashing import Bomb
 from models.ordinary import Slow
 from models.remembering import Counted, Diary, Framed, Held, Line, Mixed, Unwilling
 from sessions import PLACES, every_place, host_of, pids_of
-from waits import LIMIT, Gate, assert_balance, both_loops, call, one_loop, outcome, until
+from waits import LIMIT, Gate, assert_balance, both_loops, call, one_loop, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -29,6 +29,7 @@ from fast_batcher import (
     SessionLostError,
     SessionModel,
     SteppedModel,
+    UnsendableValueError,
 )
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit
@@ -426,6 +427,47 @@ async def test_sessions_end_while_the_batcher_drains(place: Any) -> None:
         await closing
         with pytest.raises(SessionLostError):
             await session.process_batched(Line("s", 9))
+
+
+@one_loop
+@every_place
+async def test_no_session_begins_while_the_batcher_drains(place: Any) -> None:
+    """Also none that had called before, and found no place."""
+    async with DynBatcher(Diary, **place, max_sessions=1, drain_timeout=LIMIT) as batcher:
+        only, other = batcher.session(), batcher.session()
+        await only.process_batched(Line("s", 1))
+        with pytest.raises(QueueFullError):
+            await other.process_batched(Line("o", 1))
+        batcher.begin_drain()
+        assert await only.process_batched(Line("s", 2)) == ("s", 2, 1)
+        await only.aclose()
+        with pytest.raises(BatcherClosedError, match="takes no new session"):
+            await other.process_batched(Line("o", 2))
+        await other.aclose()
+
+
+@one_loop
+async def test_no_call_of_a_session_goes_behind_the_goodbye_to_its_host() -> None:
+    """It would be computed on a new state."""
+    batcher = DynBatcher(Diary, shared=True, drain_timeout=0.0)
+    await batcher.open()
+    session, other = batcher.session(), batcher.session()
+    await session.process_batched(Line("s", 1))
+    unsendable: Any = lambda: 0  # noqa: E731
+    with pytest.raises(UnsendableValueError):
+        await other.process_batched(unsendable)
+    host = psutil.Process(host_of(batcher))
+    host.suspend()
+    try:
+        closing = asyncio.create_task(batcher.aclose())
+        await until(batcher._session._link._leaving.is_set)  # type: ignore[union-attr]
+        calls = [asyncio.create_task(one.process_batched(Line("s", 2))) for one in (session, other)]
+        await turns()
+    finally:
+        host.resume()
+    await closing
+    errors = [await outcome(one) for one in calls]
+    assert [type(error) for error in errors] == [SessionLostError, BatcherClosedError]
 
 
 @one_loop
