@@ -60,7 +60,7 @@ class SessionQueue:
         self.next_method = common.next_method
         self._common = common
         # Queues by worker. Under None are the first requests of sessions that have no place yet,
-        # because no worker is ready.
+        # because no worker is ready, or those with a place are stalled.
         self._queues: dict[int | None, RankedQueue] = {}
         # Live sessions by worker and by their ids.
         self._live: dict[int, dict[int, SessionPlace]] = {}
@@ -179,7 +179,8 @@ class SessionQueue:
             return None
         if is_draining or not session.may_begin:
             return Rejection(BatcherClosedError, "the batcher is draining and takes no new session")
-        if self._place(now, session) or not self._workers.assignable:
+        slots = self._workers.assignable
+        if self._place(now, session) or not slots or any(map(self._has_place, slots)):
             return None
         text = f"{self.count} sessions are live (max_sessions={self._most} for each worker)"
         retry_after = None
@@ -210,13 +211,17 @@ class SessionQueue:
         """Give a session a place in the worker that has the fewest; False if none has a place."""
         slots = [slot for slot in self._workers.assignable if not slot.is_stalled]
         slot = min(slots, key=lambda slot: len(self._live.get(slot.id, ())), default=None)
-        if slot is None or len(self._live.get(slot.id, ())) >= self._most:
+        if slot is None or not self._has_place(slot):
             return False
         session.id, session.worker, session.began_at = self._next_id, slot.id, now
         self._next_id += 1
         self._live.setdefault(slot.id, {})[session.id] = session
         self._use(now, session)
         return True
+
+    def _has_place(self, slot: WorkerSlot) -> bool:
+        """Return whether a worker may take one more session, perhaps only once it answers."""
+        return len(self._live.get(slot.id, ())) < self._most
 
     def _use(self, now: float, session: SessionPlace) -> None:
         """Let the time begin again for which a session may be idle."""

@@ -111,6 +111,22 @@ def test_first_calls_wait_for_a_worker_and_then_for_a_place() -> None:
     ]
 
 
+def test_first_calls_wait_for_a_stalled_worker_that_has_a_place() -> None:
+    scheduler = make_sessions(1, max_sessions=1, timeout=5.0)
+    assert scheduler.submit(0.0, [Request("", None)]) == []
+    (running,) = batches_of(scheduler)
+    scheduler.poll(5.0)
+    assert scheduler.ready_count == 0  # its caller has gone
+    place, other = SessionPlace(inf), SessionPlace(inf)
+    assert scheduler.submit(6.0, [call(place)]) == []
+    assert batches_of(scheduler, 6.0) == []
+    scheduler.batch_done(7.0, 0, running.id)
+    (batch,) = batches_of(scheduler, 7.0)
+    assert [request.session for request in batch.requests] == [place]
+    ((_, rejection),) = scheduler.submit(7.0, [call(other)])
+    assert rejection.kind is QueueFullError
+
+
 def test_an_idle_session_ends_and_one_that_is_used_does_not() -> None:
     scheduler = make_sessions(1)
     idle, used = begin(scheduler, 2, timeout=10.0)
