@@ -43,7 +43,8 @@ class BatchPolicy(Protocol):
     def hold(self, queue: QueueSummary, times: LearnedTimes, /) -> float:
         """Return the seconds for which a batch that is not full is held for more requests.
 
-        Called when a worker is free, and again after each arrival and each answer; a hold that is
-        over sends the batch. Also 0 or less sends it. Not called before a batch was measured. If it
+        Called when a worker is free, and again after each arrival and each answer; with sessions
+        for the requests of each worker, and for the requests without a session. A hold that is over
+        sends the batch. Also 0 or less sends it. Not called before a batch was measured. If it
         raises, the batch is sent, and the error is logged.
         """

@@ -408,7 +408,6 @@ class OwnPolicy(Policy):
 
     # It learns nothing itself: the service model observes the batches while a policy learns.
     learns = True
-    has_one_queue = True
 
     def __init__(
         self, rule: BatchPolicy, max_delay: float, report: Callable[[BaseException], None]
@@ -416,8 +415,6 @@ class OwnPolicy(Policy):
         self._rule = rule
         self._max_delay = max_delay
         self._report = report
-        # The end of the present hold, None without one.
-        self._held_until: float | None = None
 
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Hold the batch as long as the rule says, but not beyond the limits.
@@ -426,10 +423,12 @@ class OwnPolicy(Policy):
         """
         if not load.service.is_known:
             return Release.IDLE
-        if self._held_until is not None and now >= self._held_until:
-            return Release.HOLD
         oldest = queue.oldest()
         assert oldest is not None, "the scheduler asks only while requests wait"
+        # Each of several queues has its own hold, which ends with its oldest request.
+        held_until = oldest.held_until
+        if held_until is not None and now >= held_until:
+            return Release.HOLD
         until_target = target_of(oldest) - now
         sizes = load.waiting, load.max_batch_size
         waited = now - oldest.arrival
@@ -440,19 +439,15 @@ class OwnPolicy(Policy):
             self._report(error)
             seconds = 0.0
         if not seconds > 0:  # also for NaN
-            return Release.IDLE if self._held_until is None else Release.HOLD
+            return Release.IDLE if held_until is None else Release.HOLD
         until = min(now + seconds, oldest.arrival + self._max_delay)
         if until <= now:
             return Release.WINDOW
         latest = latest_start(queue.earliest_deadline(), SAFETY * load.service.high(load.waiting))
         if latest <= now:
             return Release.DEADLINE
-        self._held_until = min(until, latest)
-        return self._held_until
-
-    def end_hold(self) -> None:
-        """Forget the hold: its batch has left, is empty, or no worker is free any more."""
-        self._held_until = None
+        oldest.held_until = min(until, latest)
+        return oldest.held_until
 
 
 def make_policy(

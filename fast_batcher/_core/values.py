@@ -305,6 +305,8 @@ class Request:
     # The moment by which the answer is wanted, at most the deadline; unlike the deadline it ends
     # nothing: see `Admission`. None until the scheduler sets one, unless an API process has.
     target: float | None = None
+    # The end of the hold of the batch of which it is the oldest request, None without one.
+    held_until: float | None = None
     # The context variables of the caller, None if no observer needs them. The shell sets them.
     context: Any = None
     # The copy of the input in shared memory, or None. The shell sets it, and the core never reads

@@ -109,14 +109,14 @@ def test_a_rule_of_the_user_decides_within_the_limits(
 def test_a_hold_of_a_rule_ends_even_if_the_rule_would_renew_it() -> None:
     rule = Rule(2.0)
     policy = make_policy(rule, None)
-    assert policy.decide(ARRIVAL, queue_of(inf), LOAD) is Release.IDLE  # nothing was measured
-    assert policy.decide(ARRIVAL, queue_of(inf), MEASURED) == ARRIVAL + 2.0
-    assert policy.decide(ARRIVAL + 1.0, queue_of(inf), MEASURED) == ARRIVAL + 3.0  # an arrival
-    assert policy.decide(ARRIVAL + 3.0, queue_of(inf), MEASURED) is Release.HOLD
-    policy.end_hold()
-    assert policy.decide(ARRIVAL + 3.0, queue_of(inf), MEASURED) == ARRIVAL + 5.0
+    held, other = queue_of(inf), queue_of(inf)
+    assert policy.decide(ARRIVAL, held, LOAD) is Release.IDLE  # nothing was measured
+    assert policy.decide(ARRIVAL, held, MEASURED) == ARRIVAL + 2.0
+    assert policy.decide(ARRIVAL + 1.0, held, MEASURED) == ARRIVAL + 3.0  # an arrival
+    assert policy.decide(ARRIVAL + 2.0, other, MEASURED) == ARRIVAL + 4.0  # of another worker
+    assert policy.decide(ARRIVAL + 3.0, held, MEASURED) is Release.HOLD
     rule.seconds = 0.0
-    assert policy.decide(ARRIVAL + 4.0, queue_of(inf), MEASURED) is Release.HOLD
+    assert policy.decide(ARRIVAL + 3.5, other, MEASURED) is Release.HOLD
 
 
 @pytest.mark.parametrize("policy", [GreedyPolicy(), FixedPolicy(5.0)])

@@ -10,7 +10,15 @@ from schedulers import make
 
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.values import Batch, Dispatch, EndSession, Expire, Request, SessionPlace
+from fast_batcher._core.values import (
+    Batch,
+    Dispatch,
+    EndSession,
+    Expire,
+    Release,
+    Request,
+    SessionPlace,
+)
 from fast_batcher.errors import BatcherClosedError, QueueFullError, SessionLostError
 
 
@@ -232,16 +240,16 @@ class Rule:
 
 
 # A policy, and the longest wait: the hold of 1 s, the step of the clock that it needs, and batches.
-# A policy that keeps one hold holds nothing.
+# The adaptive policy keeps one hold, and holds nothing.
 @pytest.mark.parametrize(
-    ("policy", "longest"), [("adaptive", 0.1), ("fixed", 1.2), ("greedy", 0.1), (Rule(), 0.1)]
+    ("policy", "longest"), [("adaptive", 0.1), ("fixed", 1.2), ("greedy", 0.1), (Rule(), 1.2)]
 )
 def test_of_several_queues_a_policy_holds_none_beyond_its_limit(
     policy: Any, longest: float
 ) -> None:
     scheduler = make(make_policy(policy, 1.0), workers=2, max_batch_size=4, max_sessions=9)
     scheduler.use_sessions()
-    now, answered = 0.0, 0
+    now, answered, held = 0.0, 0, 0
     arrivals: dict[SessionPlace, float] = {}
     places = [SessionPlace(inf) for _ in range(6)]
     for _ in range(200):
@@ -256,8 +264,10 @@ def test_of_several_queues_a_policy_holds_none_beyond_its_limit(
             for request in batch.requests:
                 assert now - arrivals.pop(request.value) < longest
                 answered += 1
+                held += batch.release is Release.HOLD
         now += 0.1 * (not batches)
     assert answered > 50
+    assert (held > 0) == isinstance(policy, Rule)  # it is asked for each queue
 
 
 class World:
@@ -265,7 +275,8 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        policy = make_policy(rng.choice(["adaptive", "greedy", "fixed"]), rng.choice([0.0, 2.0]))
+        rule: Any = rng.choice(["adaptive", "greedy", "fixed", Rule()])
+        policy = make_policy(rule, rng.choice([0.0, 2.0]))
         limits: dict[str, Any] = {
             "infer_timeout": rng.choice([None, 20.0]),
             "timeout": rng.choice([8.0, 30.0]),
