@@ -41,6 +41,7 @@ from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import (
+    RUN_THREADSAFE,
     CurrentModel,
     LiveSettings,
     Owners,
@@ -866,7 +867,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         settings = self._settings.changed(changes)
         reject_for_model(settings, list_kinds(self._model_class, settings.stepped), changes)
         if self._session is not None:
-            self._session.binding.require_own_thread("reconfigure()")
+            self._session.binding.require_own_thread("reconfigure()", "loop.call_soon_threadsafe")
         if "num_workers" in changes:
             warn_about_workers(settings)
         self._live.change(changes)
@@ -1117,7 +1118,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if not session.binding.loop.is_closed():
             raise RuntimeError(
                 f"{self.name}: a call came on another event loop than the batcher's, which is not "
-                "closed; from other threads use submit()"
+                f"closed; from other threads use submit() for one input, or {RUN_THREADSAFE}"
             )
         logger.info("%s: its event loop is closed, and its workers end", self.name)
         self._end(self._settings.stop_timeout)

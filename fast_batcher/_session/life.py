@@ -37,6 +37,8 @@ from fast_batcher.errors import (
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Reconfiguration, Settings
 
+# The remedy for a coroutine that another thread needs.
+RUN_THREADSAFE = "asyncio.run_coroutine_threadsafe(..., loop), where loop is the batcher's"
 # The number of no thread: a forked child has a copy of the loop, which says that it is running.
 _NO_THREAD = -1
 
@@ -75,12 +77,12 @@ class LoopBinding:
                 "and does not survive a fork; open one in each process, for example in the lifespan"
             )
 
-    def require_own_thread(self, call: str) -> None:
+    def require_own_thread(self, call: str, remedy: str) -> None:
         """Raise if this is another thread than the event loop's."""
         if self.runs_elsewhere:
             raise RuntimeError(
                 f"{self._name}: {call} must be called on the event loop's thread; from other "
-                "threads use loop.call_soon_threadsafe"
+                f"threads use {remedy}"
             )
 
     def call(self, function: Callable[..., object], *args: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, Self, cast
 from fast_batcher._core.values import Request, SessionPlace
 from fast_batcher._process import monotonic
 from fast_batcher._session.calls import set_options, wait_for_answer
+from fast_batcher._session.life import RUN_THREADSAFE
 from fast_batcher.errors import DeadlineExceededError, SessionLostError
 from fast_batcher.model import InputT, OutputT
 
@@ -85,7 +86,7 @@ class BatchSession(Generic[InputT, OutputT]):
         elif not self._is_present(opening):
             raise SessionLostError("the session has ended: the batcher was closed")
         opening.binding.require_own_process()
-        opening.binding.require_own_thread("a call of a session")
+        opening.binding.require_own_thread("a call of a session", RUN_THREADSAFE)
         return opening
 
     async def aclose(self) -> None:
@@ -95,7 +96,7 @@ class BatchSession(Generic[InputT, OutputT]):
         """
         opening, self._is_over = self._opening, True
         if opening is not None and self._is_present(opening):
-            opening.binding.require_own_thread("aclose() of a session")
+            opening.binding.require_own_thread("aclose() of a session", RUN_THREADSAFE)
             opening.end_session(self._place)
 
     async def __aenter__(self) -> Self:

@@ -503,7 +503,9 @@ def test_live_loop_keeps_the_batcher(new_loop: NewLoop) -> None:
 
     async def use_from_thread() -> None:
         def elsewhere() -> None:
-            with pytest.raises(RuntimeError, match=r"from other threads use submit\(\)"):
+            with pytest.raises(
+                RuntimeError, match=r"from other threads use submit\(\) for one input, or asyncio"
+            ):
                 asyncio.run(batcher.process_batched(1))
 
         # With calls of this loop under way, and without.

@@ -512,6 +512,23 @@ async def test_calls_without_a_session_have_a_state_of_their_own(place: Any) -> 
 
 
 @one_loop
+async def test_a_session_that_another_thread_uses_names_the_way_that_works() -> None:
+    loop = asyncio.get_running_loop()
+    async with DynBatcher(Diary, workers="threads") as batcher, batcher.session() as session:
+        await session.process_batched(Line("s", 1))
+
+        def use(number: int) -> Any:
+            later = session.process_batched(Line("s", number))
+            return asyncio.run_coroutine_threadsafe(later, loop).result()
+
+        for one in (session, batcher.session()):
+            coroutine = one.process_batched(Line("s", 2))
+            with pytest.raises(RuntimeError, match=r"asyncio\.run_coroutine_threadsafe"):
+                await asyncio.to_thread(asyncio.run, coroutine)
+        assert await asyncio.to_thread(use, 3) == ("s", 2, 1)
+
+
+@one_loop
 @every_place
 async def test_large_inputs_of_sessions(place: Any) -> None:
     """They lie in shared memory where there is some; the model may keep views in its states."""
