@@ -665,7 +665,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         Requests that are not answered within `drain_timeout` fail with `BatcherClosedError`.
         Workers that do not end within `stop_timeout` are terminated, and then killed.
 
-        Cancellation: safe; the workers are then killed at once.
+        Cancellation: safe; the workers are then killed at once. The host process of a `shared`
+        batcher is told, and ends without being waited for.
         """
         loop = get_running_loop()
         session, calls = self._session, self._calls

@@ -11,12 +11,14 @@ when no worker views them any more. `OpenCalls` decides what follows if the host
 """
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import itertools
 import logging
 import math
 import os
+import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +61,7 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
-from fast_batcher._process import monotonic
+from fast_batcher._process import after_fork_in_child, monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, timeout_of
@@ -784,6 +786,7 @@ class RemoteSession(Session):
         """Join the host, or start it."""
         self.status.begin()
         self._report(True)
+        _open_sessions.add(self)
         self._link.join()
 
     def reconfigure(self, settings: Settings) -> None:
@@ -876,8 +879,15 @@ class RemoteSession(Session):
         self._end_reloads()
         if self._hung_up is None:
             self._hung_up = asyncio.Event()
-            self._link.say_goodbye(grace + END_GRACE)
+            self._link.say_goodbye(grace + END_GRACE if grace else 0.0)
         self._release()
+
+    def end_for(self, has_ended: threading.Event) -> None:
+        """End for another thread, which waits."""
+        try:
+            self.end(self.settings.stop_timeout)
+        finally:
+            has_ended.set()
 
     def _release(self) -> None:
         """Close everything; may be called again."""
@@ -886,6 +896,24 @@ class RemoteSession(Session):
         self._stop_timer()
         self._link.close()
         self._inputs.close()
+        _open_sessions.discard(self)
+
+
+# Sessions that have not been ended. The references keep one whose batcher was dropped.
+_open_sessions: set[RemoteSession] = set()
+# In a forked copy of the process the connections are closed.
+after_fork_in_child(_open_sessions.clear)
+
+
+@atexit.register
+def end_forgotten_sessions() -> None:
+    """End every session that was not ended: its host would wait for the next process."""
+    for session in [*_open_sessions]:
+        grace, has_ended = session.settings.stop_timeout, threading.Event()
+        if session.binding.runs_elsewhere and session.binding.call(session.end_for, has_ended):
+            has_ended.wait(grace + END_GRACE)
+        else:
+            session.end(grace)
 
 
 def _read_outcome(packed: bytes | tuple[Any, ...]) -> Any:

@@ -281,11 +281,9 @@ class HostLink:
         until = monotonic() + seconds
         self.begin_goodbye()
         self._has_joined.wait(seconds)
+        self._take_reached()
         if self._reached is None:
             return
-        if self._channel is None:  # it was reached, and the loop was not told
-            self._channel = self._open_channel(self._reached)
-            self.tell(messages.Goodbye())
         poll = select.poll()
         connection = self._reached.connection
         while self._channel is not None:
@@ -296,15 +294,22 @@ class HostLink:
             self.read_all()
 
     def close(self) -> None:
-        """Close the connection, and join no host any more; may be called again."""
+        """Say goodbye, close the connection, and join no host any more; may be called again."""
         self.begin_goodbye()
         self._is_closed = True
         waiting = self._waiting
         if waiting is not None:
             with contextlib.suppress(OSError):  # the thread has just closed it
-                waiting.shutdown(socket.SHUT_RDWR)
+                waiting.shutdown(socket.SHUT_RD)
         self._thread.stop()
+        self._take_reached()
         self._hang_up()
+
+    def _take_reached(self) -> None:
+        """Say goodbye to a host that was reached, and of which the loop was not told."""
+        if self._channel is None and self._reached is not None:
+            self._channel = self._open_channel(self._reached)
+            self.tell(messages.Goodbye())
 
     # Joining.
 
@@ -384,11 +389,14 @@ class HostLink:
         """Return the welcome, and the descriptors that come with it."""
         connection = self._waiting = joined.connection
         try:
-            if self._is_closed:  # `close` has seen no socket to shut down
-                raise EOFError
             silence = min(SILENCE, self._limits[1] / 2) if joined.has_begun else inf
             connection.settimeout(min(silence, self._seconds_left))
             return self._exchange(connection)
+        except EOFError:
+            if self._is_closed:  # otherwise the host would wait for another process
+                with contextlib.suppress(OSError):
+                    connection.sendall(pack_message(messages.Goodbye()))
+            raise
         finally:
             self._waiting = None
 
@@ -398,6 +406,8 @@ class HostLink:
         # A host that ends closes the connection without reading from it: the end lies there.
         with contextlib.suppress(ConnectionError):
             connection.sendall(introduction)
+        if self._is_closed:  # `close` may have seen no socket to shut down
+            raise EOFError
         header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, MAX_DESCRIPTORS)
         with contextlib.ExitStack() as on_failure:
             for fd in fds:

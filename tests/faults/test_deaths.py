@@ -33,6 +33,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
+from fast_batcher._core.host import LINGER
 from fast_batcher._host.client import RemoteSession
 from fast_batcher._host.directory import open_directory
 from fast_batcher._host.launch import launch_host
@@ -86,6 +87,16 @@ asyncio.run(main())
 WAITS = """
     async with make() as batcher:
         tell(await batcher.process_batched("host"))
+        await asyncio.Event().wait()
+"""
+
+
+FORGETS = """
+    global batcher
+    batcher, wait = make(), False
+    tell(await batcher.process_batched("host"))
+    is_open.set()
+    if wait:
         await asyncio.Event().wait()
 """
 
@@ -180,6 +191,40 @@ async def test_host_killed_during_load_is_replaced(
     await opening
     assert await outcome(waiting) == 6
     await batcher.aclose()
+
+
+async def test_cancelled_close_does_not_wait_for_the_host(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fast_batcher._host.client.END_GRACE", LIMIT)
+    batcher = make(stop_timeout=LIMIT)
+    await batcher.open()
+    held = call(batcher, "hold")
+    visit = await gate.visit()
+    closing = asyncio.create_task(batcher.aclose())
+    await turns()
+    closing.cancel()
+    assert isinstance(await outcome(held), BatcherClosedError)
+    with Watch([*hosts.hosts(), visit.pid]) as watch:
+        assert len(watch.survivors(0.0)) == 2, "the worker computes"
+        visit.let_on()
+        assert watch.survivors(LINGER / 2) == []
+
+
+@pytest.mark.parametrize("place", ["main thread", "daemon thread"])
+def test_a_program_that_forgets_to_close_ends_its_host(
+    hosts: Hosts, gate: Gate, program: Start, place: str
+) -> None:
+    code = FORGETS.replace("wait = False", f"wait = {place == 'daemon thread'}")
+    if place == "daemon thread":
+        run = "threading.Thread(target=asyncio.run, args=(main(),), daemon=True).start()"
+        code = client(hosts, gate, code).replace("asyncio.run(main())", f"{run}; is_open.wait()")
+    else:
+        code = client(hosts, gate, code)
+    running = program(f"is_open = threading.Event()\n{code}")
+    with Watch([running.tells()]) as watch:
+        assert watch.survivors(LINGER / 2) == []
+    assert running.finish()[0] == 0
 
 
 async def test_closing_client_returns_if_host_is_killed(
@@ -282,7 +327,7 @@ async def test_client_lost_before_accept_affects_no_other(
 
 
 @pytest.mark.usefixtures("held_hosts")
-@pytest.mark.parametrize("way", ["aclose", "stop"])
+@pytest.mark.parametrize("way", ["aclose", "cancelled aclose", "stop"])
 async def test_closing_before_host_accepts_ends_host(
     make: Callable[..., Batcher], hosts: Hosts, gate: Gate, way: str
 ) -> None:
@@ -295,11 +340,18 @@ async def test_closing_before_host_accepts_ends_host(
             assert isinstance(await outcome(opening), BatcherClosedError)
             visit.let_on()
             await closing
+        elif way == "cancelled aclose":
+            closing = asyncio.create_task(batcher.aclose())
+            await turns()
+            closing.cancel()
+            assert isinstance(await outcome(opening), BatcherClosedError)
+            visit.let_on()
         else:
             visit.let_on()
             batcher.stop()
             assert isinstance(await outcome(opening), BatcherClosedError)
-        assert watch.survivors(0.0) == []
+        # It has been told, and does not wait for another process.
+        assert watch.survivors(LINGER / 2 if way == "cancelled aclose" else 0.0) == []
 
 
 @pytest.mark.usefixtures("held_hosts")
