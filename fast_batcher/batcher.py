@@ -1016,7 +1016,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # The life of a session.
 
-    def _begin_open(self) -> Session:
+    def _begin_open(self, *, by_call: bool = False) -> Session:
         """Make a session and start its workers, unless there is one; return the session."""
         session = self._session
         is_new = self._status.state in (State.NEW, State.CLOSED, State.BROKEN)
@@ -1031,7 +1031,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         ]
         if overridden:
             logger.info("%s: options of the code count: %s", self.name, ", ".join(overridden))
-        self._was_opened_by_call = False
+        self._was_opened_by_call = by_call
         self._model.end_reload()  # of the previous session, if its event loop was closed meanwhile
         self._session = self._calls = session = self._make_session()
         cache = self._settings.cache
@@ -1093,11 +1093,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         if status.state is State.NEW:
             if not self._settings.auto_open:
                 status.reject_call("it has not been opened")
-            self._begin_open()
-            self._was_opened_by_call = True
+            self._begin_open(by_call=True)
         # The timer of the next try is lost with its loop.
         elif (status.takes_calls or status.given_up is not None) and self._leave_closed_loop():
-            self._begin_open()
+            self._begin_open(by_call=self._was_opened_by_call)
         return self._accepting_session()
 
     def _find_calls(self) -> Session | SingleFlight:

@@ -339,8 +339,8 @@ def assert_independent(
 class _HoldingPolicy(Policy):
     """The policy of the settings, but for batches that a test holds."""
 
-    def __init__(self, kit: BatcherKit, policy: Policy) -> None:
-        self._kit = kit
+    def __init__(self, parts: "_KitParts", policy: Policy) -> None:
+        self._parts = parts
         self._policy = policy
         # The youngest request that waited when as many waited as the test wants: they all leave, in
         # one batch or several.
@@ -353,7 +353,7 @@ class _HoldingPolicy(Policy):
 
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Hold the batch for a test, or ask the policy of the settings."""
-        wanted = self._kit._held_until  # noqa: SLF001  of this module
+        wanted = self._parts.kit._held_until  # noqa: SLF001  of this module
         if wanted:
             if load.waiting >= wanted:
                 self._last_released = max(request.id for request in queue)
@@ -399,23 +399,21 @@ class _KitParts(Parts):
     """The parts of a session for tests."""
 
     def __init__(self, kit: BatcherKit) -> None:
-        self._kit = kit
+        self.kit = kit
 
     def make_policy(
         self, settings: Settings, report: Callable[[BaseException], None], *, is_stepped: bool
     ) -> Policy:
         """Make a policy that holds batches for a test."""
-        return _HoldingPolicy(
-            self._kit, super().make_policy(settings, report, is_stepped=is_stepped)
-        )
+        return _HoldingPolicy(self, super().make_policy(settings, report, is_stepped=is_stepped))
 
     def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
         """Make a thread, unless the kit has processes."""
         is_threaded = settings.workers == "threads"
-        if self._kit.workers == "processes" and not is_threaded:
+        if self.kit.workers == "processes" and not is_threaded:
             return super().make_worker(settings, sender, *arguments)
         make = ThreadWorker if is_threaded else _PicklingWorker
-        return make(*arguments, latency=lambda: self._kit.latency)
+        return make(*arguments, latency=lambda: self.kit.latency)
 
 
 class _KitSession(LocalSession):
@@ -429,9 +427,9 @@ class _KitSession(LocalSession):
         status: Status,
         ledger: Ledger,
     ) -> None:
-        self._kit = kit
+        self._kit_parts = _KitParts(kit)
         self.has_deadlines = kit.timeouts
-        super().__init__(model, settings, status, ledger, _KitParts(kit))
+        super().__init__(model, settings, status, ledger, self._kit_parts)
 
     def wake(self) -> None:
         """Decide again about the waiting requests. Any thread."""
@@ -441,7 +439,7 @@ class _KitSession(LocalSession):
         """Let the request fail if a test wants it, or add it to the arrivals."""
         if not self.has_deadlines:
             request.fix_deadline(monotonic(), None, None)
-        error = self._kit._take_fault(self._name)  # noqa: SLF001  of this module
+        error = self._kit_parts.kit._take_fault(self._name)  # noqa: SLF001  of this module
         if error is None:
             super().accept(request)
         elif isinstance(error, _REFUSALS):
@@ -454,12 +452,17 @@ class _KitSession(LocalSession):
 
     def reconfigure(self, settings: Settings) -> None:
         """Apply changed settings to a batcher under test."""
-        super().reconfigure(self._kit._change(settings))  # noqa: SLF001  of this module
+        super().reconfigure(self._kit_parts.kit._change(settings))  # noqa: SLF001  of this module
 
     def _send(self, batch: Batch) -> None:
         group = batch.requests[0].group
         method = "infer" if group is None or group.method is None else group.method.name
         inputs = [request.value for request in batch.requests]
         formed = FormedBatch(self._name, inputs, method, str(batch.release))
-        self._kit.batches.append(formed)
+        self._kit_parts.kit.batches.append(formed)
         super()._send(batch)
+
+    def end(self, grace: float) -> None:
+        """End, and leave the kit, which has the inputs: a closed batcher keeps its session."""
+        super().end(grace)
+        self._kit_parts.kit = BatcherKit()

@@ -1,6 +1,7 @@
 """The test kit: what it refuses, what it leaves, and how pytest runs with it."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -240,6 +242,34 @@ def test_batcher_that_a_call_opens_works_in_each_test() -> None:
     with BatcherKit():  # one that was opened stays closed
         asyncio.run(batcher.open())
     assert batcher.state == "closed"
+
+
+def test_batcher_that_calls_on_several_loops_open_works_in_each_test() -> None:
+    """A test client without a `with` block has an event loop for each request."""
+    batcher: DynBatcher[Any, Any] = DynBatcher(Echo)
+    for count in (1, 2, 1):
+        with BatcherKit():
+            assert [asyncio.run(batcher.process_batched(1)) for _ in range(count)] == [1] * count
+
+
+class Input(list[int]):
+    """An input that a weak reference can watch."""
+
+
+def test_closed_batcher_keeps_no_input_of_a_test() -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher(Echo)
+    refs: list[weakref.ref[Input]] = []
+
+    async def use() -> None:
+        async with batcher:
+            value = Input([1])
+            refs.append(weakref.ref(value))
+            await batcher.process_batched(value)
+
+    with BatcherKit():
+        asyncio.run(use())
+    gc.collect()
+    assert [ref() for ref in refs] == [None]
 
 
 async def test_each_call_gets_a_copy_of_the_error() -> None:
