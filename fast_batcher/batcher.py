@@ -36,7 +36,7 @@ from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import STATE_OPEN, Event, Request, State
 from fast_batcher._devices import CoreClaim
 from fast_batcher._mps import check_control
-from fast_batcher._process import frozen
+from fast_batcher._process import frozen, monotonic
 from fast_batcher._session.cache import SingleFlight
 from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
 from fast_batcher._session.ledger import Ledger
@@ -246,6 +246,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         # Done when the running `aclose` ends; None without one.
         self._closing: Future[None] | None = None
         self._thread_calls = ThreadCalls()
+        # Closes it at the end of the drain that SIGTERM began, None before.
+        self._late_close: asyncio.Task[None] | None = None
         # The last reload, None before the first.
         self._reload: asyncio.Task[None] | None = None
         names = [name for name, _ in spec.methods if name != "infer"]
@@ -755,9 +757,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             wait_ready: Whether the app starts to answer only when every worker is ready.
             drain_on_sigterm: Whether SIGTERM makes `is_ready`, and with it `/readyz`, false at
                 once, while the server still finishes its requests. The server's own handler runs
-                afterwards, and closes the listening socket: see `lame_duck`. If the lifespan does
-                not run in the main thread, as with `TestClient`, SIGTERM has no such effect, and a
-                warning says so.
+                afterwards, and closes the listening socket: see `lame_duck`. Requests and streams
+                that are not answered `drain_timeout` seconds later fail, as in `aclose`. If the
+                lifespan does not run in the main thread, as with `TestClient`, SIGTERM has no such
+                effect, and a warning says so.
             lame_duck: Seconds from SIGTERM to the server's own handler, 0 or more; needs
                 `drain_on_sigterm`. Meanwhile the server still accepts connections, so that a load
                 balancer sees that `/readyz` is 503 and sends its requests elsewhere. A second
@@ -782,7 +785,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         async def run(app: Any) -> AsyncIterator[None]:
             draining: AbstractContextManager[None] = nullcontext()
             if drain_on_sigterm:
-                draining = call_on_sigterm(get_running_loop(), self._leave, self.name, lame_duck)
+                leave = functools.partial(self._leave, lame_duck)
+                draining = call_on_sigterm(get_running_loop(), leave, self.name, lame_duck)
             with draining:
                 with call_on_end(get_running_loop(), self._end_opening):
                     await self._enter(wait_ready=wait_ready)
@@ -1155,10 +1159,22 @@ class DynBatcher(Generic[InputT, OutputT]):
             raise
         owner.is_current = True  # the batcher may have been closed and opened while this waited
 
-    def _leave(self) -> None:
-        """Report not ready, but accept calls: open connections may send more requests."""
+    def _leave(self, lame_duck: float) -> None:
+        """Report not ready, but accept calls: open connections may send more requests.
+
+        The server closes the batcher when it has no request left. A stream may have no end: so the
+        drain ends `drain_timeout` seconds after the server's own handler.
+        """
         logger.info("%s: not ready any more (SIGTERM)", self.name)
-        self._status.is_leaving = True
+        if self._session is not None and not self._status.is_leaving:
+            self._status.is_leaving = True
+            seconds = lame_duck + self._settings.drain_timeout
+            self._status.drain_until = monotonic() + seconds
+            get_running_loop().call_later(seconds, self._end_drain, self._session)
+
+    def _end_drain(self, session: Session) -> None:
+        if self._is_present(session):
+            self._late_close = get_running_loop().create_task(self.aclose(), context=Context())
 
     def _end_opening(self) -> None:
         """End workers that load their model: the program was told to end."""

@@ -14,6 +14,7 @@ Only `Status` changes the state, and it logs every change.
 import asyncio
 import copy
 import logging
+import math
 import os
 import signal
 import sys
@@ -331,6 +332,8 @@ class Status:
         self.state = State.NEW
         # True after SIGTERM: calls are still answered, but probes report not ready.
         self.is_leaving = False
+        # The moment at which the drain that SIGTERM began ends; infinite without one.
+        self.drain_until = math.inf
         # The error of the last failed start, None otherwise.
         self.start_error: BatcherError | None = None
         # Reason for which the pool has given up for now, or None; and the moment of the next try.
@@ -345,7 +348,7 @@ class Status:
 
     def begin(self) -> None:
         """Start an opening, and clear the errors of the previous one."""
-        self.is_leaving = False
+        self.is_leaving, self.drain_until = False, math.inf
         self.start_error = self.given_up = None
         self.waits_for = ""
         self.move(Event.OPEN)

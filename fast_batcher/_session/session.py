@@ -252,11 +252,12 @@ class Session(ABC):
         """Return whether no request is left to wait for."""
 
     async def _wait_until_drained(self) -> None:
-        """Wait until `_is_drained`, at most `drain_timeout` seconds."""
+        """Wait until `_is_drained`, at most `drain_timeout` seconds, or the rest after SIGTERM."""
+        left = max(0.0, self.status.drain_until - monotonic())
         drained = self._drained = self.binding.loop.create_future()
         try:
             self._notice_drained()
-            await asyncio.wait([drained], timeout=self.settings.drain_timeout)
+            await asyncio.wait([drained], timeout=min(self.settings.drain_timeout, left))
         finally:
             if self._drained is drained:
                 self._drained = None

@@ -240,6 +240,17 @@ def test_streams_end_whole_after_sigterm(
     assert "Traceback" not in server.output
 
 
+def test_stream_without_an_end_ends_with_the_drain(site: Callable[..., Site]) -> None:
+    here = site("draining", drain_timeout=0.1)
+    stream = here.ask("/spell/~a")
+    stream.read(2)
+    here.server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(IncompleteRead):
+        stream.read()
+    assert here.server.wait_for_exit() in (0, -signal.SIGTERM)
+    assert "BatcherClosedError" in here.server.output
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
