@@ -43,6 +43,8 @@ class Replica:
     start_at: float = -inf
     # Whether the worker is to be replaced by a fresh one.
     is_due: bool = False
+    # Whether its worker is to end first when there are too many.
+    is_surplus: bool = False
     # Whether the restart budget is spent, and no worker has been ready since.
     is_given_up: bool = False
 
@@ -95,9 +97,10 @@ class EndWorker(NamedTuple):
 class Fleet:
     """The replicas of a batcher.
 
-    Further workers load the model together. Of too many workers those that are not ready end first,
-    then those with the highest indexes; the last ready worker stays. Ready workers are replaced one
-    at a time, because the machine may have no room for two more copies of the model.
+    Further workers load the model together. Of too many workers those that are not ready or marked
+    as surplus end first, then those with the highest indexes; the last ready worker stays. Ready
+    workers are replaced one at a time, because the machine may have no room for two more copies of
+    the model.
     """
 
     def __init__(self, count: int, model: Any, make_restarts: Callable[[], Restarts]) -> None:
@@ -255,7 +258,10 @@ class Fleet:
         """Add or remove replicas until there are `count`; return the ends of removed workers."""
         ended: list[StartWorker | EndWorker] = []
         model = next(iter(self.replicas.values())).model
-        ready = {index: replica.is_ready for index, replica in self.replicas.items()}
+        ready = {
+            index: replica.is_ready and not replica.is_surplus
+            for index, replica in self.replicas.items()
+        }
         # Without a ready worker the next one that becomes ready checks again, and stays.
         if any(ready.values()):
             for index in choose_surplus(ready, self.count):

@@ -7,7 +7,10 @@ none: the adaptive policy keeps them busy with smaller batches at half of the ca
 
     up     as soon as the backlog has stayed above a target for `PATIENCE`, by as many workers as
            the arrivals need; workers that still load count as present
-    down   by one worker, each time the load has been low for `QUIET`
+    down   by one worker, each time the load has been low for `QUIET`, and the remaining workers
+           have places for the live streams or sessions, and for one more
+
+Streams that run make nobody wait: without a stream in the queue, the backlog counts as 0.
 """
 
 from collections import deque
@@ -67,6 +70,8 @@ class WorkerLoad(NamedTuple):
     backlog: float | None
     # Predicted seconds of a full batch, and its requests; None if unknown.
     full_batch: tuple[float, int] | None
+    # Workers that have places for the live streams or sessions, and for one more.
+    needed: int = 1
 
 
 class ScalingDecision(NamedTuple):
@@ -168,7 +173,7 @@ class Scaling:
     ) -> ScalingDecision | None:
         rate, rest = self._rate(), load.wanted - 1
         is_low = rate <= LOW_LOAD * (capacity or 0.0) * rest
-        if load.is_loading or rest < self._fewest or not is_low:
+        if load.is_loading or rest < max(self._fewest, load.needed) or not is_low:
             self._quiet_since = None
             return None
         if self._quiet_since is None:

@@ -589,6 +589,7 @@ class Scheduler:
         # The queue, once there are sessions.
         self._sessions: SessionQueue | None = None
         self._max_sessions = limits.max_sessions
+        self._places, self._most_cost = limits.places, limits.most_stream_cost
         self._workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
         self._times = BatchTimes(self._methods, packer)
@@ -825,6 +826,32 @@ class Scheduler:
         Returns the waiting requests of the sessions, which are settled.
         """
         return [] if self._sessions is None else self._sessions.end_batch(now, batch)
+
+    @property
+    def needed_workers(self) -> int:
+        """Workers that have places for the live streams or sessions, and for one more."""
+        shares = [self.session_count / self._max_sessions]
+        if self._is_stepped:
+            batches, slots = self._workers.batches, self._workers.slots.values()
+            cost = sum([self._workers.sum_costs(slot) for slot in slots])
+            shares += [len(batches) / self._places, cost / self._most_cost]
+        return int(max(shares)) + 1
+
+    def _count_live(self, slot: WorkerSlot) -> int:
+        """Return the batches and the live sessions of a worker."""
+        sessions = 0 if self._sessions is None else self._sessions.count_of(slot.id)
+        return len(slot.batches) + sessions
+
+    def let_leave(self, count: int) -> list[int]:
+        """Let `count` workers, with the least live work, get no more; return the finished ones.
+
+        A worker that leaves, and is needed again, stays. A `poll` must follow.
+        """
+        slots = [slot for slot in self._workers.slots.values() if not slot.is_retired]
+        slots.sort(key=lambda slot: (not slot.is_leaving, self._count_live(slot), -slot.index))
+        for position, slot in enumerate(slots):
+            slot.is_leaving = position < count
+        return [slot.id for slot in slots if slot.is_leaving and not self._count_live(slot)]
 
     def retire(self, worker: int, ends_at: float = inf) -> list[Request]:
         """Give a worker no more batches, and end its sessions; see `WorkerTable.retire`.

@@ -151,6 +151,10 @@ class SessionQueue:
         """Live sessions."""
         return sum([len(places) for places in self._live.values()])
 
+    def count_of(self, worker: int) -> int:
+        """Return the live sessions of a worker."""
+        return len(self._live.get(worker, ()))
+
     def admit(
         self, now: float, requests: list[Request], *, is_draining: bool
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
@@ -210,7 +214,7 @@ class SessionQueue:
     def _place(self, now: float, session: SessionPlace) -> bool:
         """Give a session a place in the worker that has the fewest; False if none has a place."""
         slots = [slot for slot in self._workers.assignable if not slot.is_stalled]
-        slot = min(slots, key=lambda slot: len(self._live.get(slot.id, ())), default=None)
+        slot = min(slots, key=lambda slot: self.count_of(slot.id), default=None)
         if slot is None or not self._has_place(slot):
             return False
         session.id, session.worker, session.began_at = self._next_id, slot.id, now
@@ -221,7 +225,7 @@ class SessionQueue:
 
     def _has_place(self, slot: WorkerSlot) -> bool:
         """Return whether a worker may take one more session, perhaps only once it answers."""
-        return len(self._live.get(slot.id, ())) < self._most
+        return self.count_of(slot.id) < self._most
 
     def _use(self, now: float, session: SessionPlace) -> None:
         """Let the time begin again for which a session may be idle."""

@@ -45,6 +45,8 @@ class WorkerSlot:
     # moment.
     is_retired: bool = False
     ends_at: float = inf
+    # The worker is not needed for now: it gets the calls of its sessions alone, until these end.
+    is_leaving: bool = False
     # The worker gets no further batch before it answers: no caller waits for its first batch, which
     # has run for `timeout`, or the worker is being replaced.
     is_stalled: bool = False
@@ -95,8 +97,8 @@ class WorkerTable:
 
     @property
     def assignable(self) -> list[WorkerSlot]:
-        """Workers that are not retired; a stalled one will be back when it answers."""
-        return [slot for slot in self.slots.values() if not slot.is_retired]
+        """Workers that take new work; a stalled one will be back when it answers."""
+        return [slot for slot in self.slots.values() if not (slot.is_retired or slot.is_leaving)]
 
     @property
     def running(self) -> int:
@@ -153,7 +155,8 @@ class WorkerTable:
         found = None
         for slot in self.slots.values() if slots is None else slots:
             count = len(slot.batches)
-            is_available = not (slot.is_stalled or slot.is_retired)
+            is_out = slot.is_stalled or slot.is_retired
+            is_available = not (is_out or (slot.is_leaving and slots is None))
             if is_available and count < below and count < slot.most_batches:
                 if count and slot.is_on_trial:
                     continue
@@ -170,7 +173,7 @@ class WorkerTable:
             return self.least_loaded(inf, [one for one in self.assignable if not self.is_full(one)])
         slots = [
             slot
-            for slot in self.slots.values()
+            for slot in self.assignable
             if len(slot.batches) < self._places
             and (not slot.batches or self.sum_costs(slot) + cost <= self._most_cost)
         ]

@@ -23,7 +23,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import Context
 from typing import Protocol
 
@@ -334,9 +334,15 @@ class Pool:
 
     # Starting and replacing.
 
-    def scale(self, settings: Settings, num_workers: int) -> None:
-        """Have another number of workers, in the next turn of the loop or after a reload."""
+    def scale(self, settings: Settings, num_workers: int, surplus: Iterable[int] = ()) -> None:
+        """Have another number of workers, in the next turn of the loop or after a reload.
+
+        The workers in `surplus` end first.
+        """
         self._settings, self.fleet.count = settings, num_workers
+        for replica in [self.fleet.find(self.workers[worker_id]) for worker_id in surplus]:
+            if replica is not None:
+                replica.is_surplus = True
         # The caller may be an observer, or not be on the running loop.
         if not self.loop.is_closed():
             self.loop.call_soon(self._reconcile, context=Context())

@@ -356,6 +356,8 @@ class LocalSession(Session):
         self._scaling: Scaling | None = None
         self._scaled_by: tuple[int, int, float | None] | None = None
         self._scaling_timer: asyncio.TimerHandle | None = None
+        # Workers that are not needed, and end with their last stream or session.
+        self._leaving = 0
         # Requests that the scheduler has rejected on arrival.
         self._rejected = 0
         self._set_scaling()
@@ -906,6 +908,8 @@ class LocalSession(Session):
         if self._scaling_timer is not None:
             self._scaling_timer.cancel()
         self._scaling = self._scaling_timer = None
+        self._leaving = 0
+        self.scheduler.let_leave(0)
         if fewest < most:
             self._scaling = Scaling(*bounds)
             self.scheduler.learn_times()
@@ -923,22 +927,37 @@ class LocalSession(Session):
         self._look_later()
         if self.status.state is not State.OPEN:
             return
-        counters, now = self._ledger.counters, monotonic()
+        counters, now, count = self._ledger.counters, monotonic(), self.pool.fleet.count
+        may_wait = self.scheduler.queue_size or not self._is_stepped
         load = WorkerLoad(
-            wanted=self.pool.fleet.count,
+            wanted=count - self._leaving,
             ready=self.scheduler.ready_count,
             is_loading=self.pool.fleet.is_loading,
             is_failing=self.pool.fleet.is_failing,
             arrived=counters.submitted + self._rejected,
             rejected=self._rejected,
-            backlog=self.scheduler.seconds_of_backlog(now),
+            backlog=self.scheduler.seconds_of_backlog(now) if may_wait else 0.0,
             full_batch=self.scheduler.full_batch,
+            needed=self.scheduler.needed_workers,
         )
         decision = self._scaling.decide(now, load)
         if decision is not None:
             text = "%s: %d workers instead of %d: %s"
             logger.info(text, self._name, decision.workers, load.wanted, decision.reason)
-            self.pool.scale(self.settings, decision.workers)
+            self._leaving = max(0, count - decision.workers)
+            if decision.workers > count:
+                self.pool.scale(self.settings, decision.workers)
+        if not load.ready:  # the workers that stay were lost
+            self._leaving = 0
+        self._end_surplus()
+
+    def _end_surplus(self) -> None:
+        """End the workers that are not needed once their last stream or session has ended."""
+        finished = self.scheduler.let_leave(self._leaving)
+        if finished:
+            self._leaving -= len(finished)
+            self.pool.scale(self.settings, self.pool.fleet.count - len(finished), finished)
+        self._run_if_due()
 
     # Life.
 

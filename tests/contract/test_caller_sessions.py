@@ -14,7 +14,7 @@ import pytest
 from models.crashing import Bomb
 from models.ordinary import Slow
 from models.remembering import Counted, Diary, Framed, Held, Line, Mixed, Unwilling
-from sessions import PLACES, every_place, host_of, pids_of
+from sessions import PLACES, every_place, host_of, pids_of, session_of
 from waits import LIMIT, Gate, assert_balance, both_loops, call, one_loop, outcome, turns, until
 
 from fast_batcher import (
@@ -191,6 +191,25 @@ async def test_a_worker_that_is_not_needed_any_more_ends_its_sessions() -> None:
         assert sum(isinstance(one, SessionLostError) for one in found) == 2
         for session in sessions:
             await session.aclose()
+
+
+@one_loop
+async def test_a_worker_that_the_batcher_itself_does_not_need_keeps_its_sessions() -> None:
+    """It gets no new session, and ends with its last one."""
+    async with DynBatcher(Diary, num_workers=2) as batcher:
+        batcher.reconfigure(num_workers=(1, 2))
+        sessions = [batcher.session() for _ in range(4)]
+        for session in sessions:
+            await session.process_batched(Line("s", 1))
+        session_of(batcher)._leaving = 1  # as after two minutes of little load
+        await until(lambda: batcher.stats.workers_ready == 1)
+        for session in sessions:
+            await session.process_batched(Line("s", 2))
+        assert batcher.stats.num_workers == 2
+        for session in sessions:
+            await session.aclose()
+        await until(lambda: batcher.stats.num_workers == 1)
+        assert await speak(batcher, "next", 2) == 1
 
 
 @one_loop

@@ -36,6 +36,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
+from fast_batcher._core.scaling import PATIENCE
 from fast_batcher._session.streams import MOST_BUFFERED
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit, WorkerKind
@@ -928,6 +929,17 @@ async def test_waiting_streams_bring_further_workers() -> None:
                 assert await read(batcher, Plan("p", 20)) == whole(Plan("p", 20))
 
         await asyncio.gather(*[ask_until_two_answer() for _ in range(20)])
+
+
+@one_loop
+async def test_a_running_stream_alone_brings_no_further_worker() -> None:
+    """It runs for longer than a backlog must last, and nobody waits."""
+    options: dict[str, Any] = {"max_batch_size": 1, "model_args": (0.02,)}
+    async with DynBatcher(Counter, num_workers=(1, 2), **options) as batcher:
+        await read(batcher, Plan("short", 3))
+        plan = Plan("long", round(2.5 * PATIENCE / 0.02))
+        assert await read(batcher, plan) == whole(plan)
+        assert batcher.stats.num_workers == 1
 
 
 @one_loop

@@ -289,6 +289,12 @@ def test_no_worker_ends_while_another_loads() -> None:
     assert decide(scaling, 10 * QUIET, 11 * QUIET + 1, backlog=0.0) == [1]
 
 
+def test_no_worker_ends_that_live_streams_or_sessions_need() -> None:
+    scaling = Scaling(1, 8, None)
+    assert decide(scaling, 0.0, 10 * QUIET, backlog=0.0, needed=2) == []
+    assert decide(scaling, 10 * QUIET, 11 * QUIET + 1, backlog=0.0, needed=1) == [1]
+
+
 def test_late_measurement_is_ignored() -> None:
     """The process was stopped: what has arrived meanwhile is about to be answered."""
     scaling = Scaling(1, 8, None)

@@ -100,6 +100,37 @@ def test_a_worker_of_a_range_gets_no_stream_ahead() -> None:
     assert [batch.worker for batch in dispatched(scheduler, 1.0)] == [2]
 
 
+def test_a_worker_that_is_not_needed_finishes_its_streams() -> None:
+    """The worker with the fewest streams gets no more, unless it is needed again."""
+    scheduler = make_scheduler(ahead=False)
+    for worker in (1, 2):
+        scheduler.worker_ready(0.0, worker, index=worker)
+    submit(scheduler, 3)
+    batches = dispatched(scheduler)
+    (last,) = [batch for batch in batches if batch.worker == 2]
+    assert scheduler.let_leave(1) == []
+    assert scheduler.ready_count == 1
+    submit(scheduler, PLACES)
+    assert {batch.worker for batch in dispatched(scheduler)} == {1}
+    assert scheduler.queue_size == 2
+    assert scheduler.let_leave(0) == []
+    assert [batch.worker for batch in dispatched(scheduler)] == [2, 2]
+    assert scheduler.needed_workers == 2
+    for batch in [*scheduler.batches_of(2)]:
+        assert scheduler.batch_done(1.0, 2, batch.id) == batch
+    assert last.worker == 2
+    assert scheduler.let_leave(1) == [2]
+
+
+@pytest.mark.parametrize(("live", "needed"), [(0, 1), (PLACES - 1, 1), (PLACES, 2)])
+def test_workers_are_needed_for_the_live_streams_and_one_more(live: int, needed: int) -> None:
+    scheduler = make_scheduler(ahead=False)
+    scheduler.worker_ready(0.0, 1)
+    submit(scheduler, live)
+    dispatched(scheduler)
+    assert scheduler.needed_workers == needed
+
+
 def test_a_stream_goes_to_the_worker_with_room_for_its_cost() -> None:
     scheduler = make_scheduler(most_cost=100.0)
     for worker in (1, 2):
