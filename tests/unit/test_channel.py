@@ -4,6 +4,7 @@ The loop's side must never wait, whatever the other does or does not do.
 """
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import random
@@ -17,6 +18,7 @@ from waits import LIMIT
 
 from fast_batcher._transport.channels import (
     PIPE_SIZE,
+    TURN_SIZE,
     BlockingChannel,
     Frame,
     Kind,
@@ -189,6 +191,37 @@ async def test_frames_sent_before_death_are_read(size: int) -> None:
     ends.channel.drain()
     assert ends.frames == [(Kind.OUTPUTS, 7, bytes(size))]
     assert ends.ends == [None]
+    ends.close()
+
+
+async def test_a_turn_of_the_loop_handles_few_frames(ends: Ends) -> None:
+    """Many small frames have arrived at once; other callbacks run between them."""
+    frame = pack(Kind.OUTPUTS, 0, bytes(100))
+    count = 8 * TURN_SIZE // len(frame)
+    loop = asyncio.get_running_loop()
+    turns = [0]
+
+    def begin_turn() -> None:
+        if len(ends.frames) < count:
+            turns.append(len(ends.frames))
+            loop.call_soon(begin_turn)
+
+    with ends.raw() as raw:
+        raw.send(frame * count)
+        begin_turn()
+        await ends.until(lambda: len(ends.frames) == count)
+    handled = [after - before for before, after in itertools.pairwise([*turns, count])]
+    assert max(handled) <= TURN_SIZE // len(frame) + 1
+
+
+async def test_draining_reads_what_a_pipe_holds() -> None:
+    ends = Ends(None)
+    frame = pack(Kind.OUTPUTS, 0, bytes(100))
+    count = PIPE_SIZE // len(frame)
+    with ends.raw() as raw:
+        raw.send(frame * count)
+        ends.channel.drain()
+    assert len(ends.frames) == count
     ends.close()
 
 
