@@ -1,12 +1,13 @@
 """The life of a host by its API processes, the process that reports, and open calls. Pure."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, count
 from math import inf
 from typing import Final, NamedTuple
 
 from fast_batcher._core.queue import Deadlines
-from fast_batcher._core.values import RETRYING, SENT, Request, settle_open
+from fast_batcher._core.values import RETRYING, SENT, Request, Share, settle_open
 
 # Seconds for which a host without an API process waits for the next. A server replaces a crashed
 # process within seconds, and the models need not be loaded again.
@@ -105,6 +106,8 @@ class OpenCalls:
         self._calls = Deadlines()
         # Streams that have a chunk, whose further deadlines are the host's affair.
         self._streams: dict[int, Request] = {}
+        # The number of requests of each named share.
+        self._held: Counter[Share] = Counter()
 
     def __len__(self) -> int:
         return len(self._calls.requests) + len(self._streams)
@@ -120,6 +123,17 @@ class OpenCalls:
         if not request.has_deadline:
             request.deadline = now + self._timeout
         self._calls.add(request)
+        self._count(request, 1)
+
+    def held_by(self, share: Share) -> int:
+        """Return the number of requests of a named share."""
+        return self._held[share]
+
+    def _count(self, request: Request, change: int) -> None:
+        if request.share is not None:
+            self._held[request.share] += change
+            if not self._held[request.share]:
+                del self._held[request.share]
 
     def find(self, id: int) -> Request | None:
         """Return a request, None if it has ended."""
@@ -127,7 +141,10 @@ class OpenCalls:
 
     def remove(self, id: int) -> Request | None:
         """Remove and return a request, None if it has ended."""
-        return self._streams.pop(id, None) or self._calls.remove(id)
+        request = self._streams.pop(id, None) or self._calls.remove(id)
+        if request is not None:
+            self._count(request, -1)
+        return request
 
     def begin_stream(self, request: Request) -> None:
         """Note that a stream has its first chunk."""
@@ -141,7 +158,10 @@ class OpenCalls:
 
     def expire(self, now: float) -> list[Request]:
         """Settle and return the requests that the host should have ended before."""
-        return settle_open(self._calls.pop_expired(now, GRACE))
+        expired = self._calls.pop_expired(now, GRACE)
+        for request in expired:
+            self._count(request, -1)
+        return settle_open(expired)
 
     def host_lost(self, *, had_workers: bool = True) -> HostLoss:
         """Sort the requests that a dead host had; requests that were not sent yet do not change.
@@ -169,6 +189,7 @@ class OpenCalls:
     def take_all(self) -> list[Request]:
         """Remove, settle and return every request."""
         left, self._calls, self._streams = [*self], Deadlines(), {}
+        self._held.clear()
         return settle_open(left)
 
 

@@ -557,7 +557,7 @@ class RemoteSession(Session):
         own = 0
         if request.share is not None:
             # The calls of other processes count too, but are not known here.
-            own = sum([open_call.share == request.share for open_call in self._open])
+            own = self._open.held_by(request.share)
         return self._room > own + len(self._arrivals) + ahead
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:

@@ -32,6 +32,28 @@ def test_requests_are_found_until_removed() -> None:
     assert make(calls, 3.0).id == 2
 
 
+def test_calls_of_a_share_are_counted_until_they_end() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+    requests = [Request("value", None) for _ in range(6)]
+    for number, request in enumerate(requests):
+        request.share = None if number == 5 else "a" if number else "b"
+        calls.add(0.0, request)
+    assert (calls.held_by("a"), calls.held_by("b"), calls.held_by("c")) == (4, 1, 0)
+    calls.begin_stream(requests[1])
+    assert calls.held_by("a") == 4
+    for request in (requests[1], requests[1], requests[2], requests[5]):
+        calls.remove(request.id)
+    assert calls.held_by("a") == 2
+    for request in requests[3:]:
+        request.phase = SENT
+    assert calls.host_lost().failed == []
+    assert len(calls.expire(10.0 + GRACE)) == 3
+    assert (calls.held_by("a"), calls.held_by("b")) == (0, 0)
+    calls.add(0.0, requests[0])
+    calls.take_all()
+    assert calls.held_by("b") == 0
+
+
 def test_request_expires_once_after_its_deadline() -> None:
     calls = OpenCalls(10.0, idempotent=True)
     assert calls.next_expiry == inf
