@@ -16,6 +16,8 @@ import math
 import multiprocessing.process
 import os
 import sys
+import warnings
+import weakref
 from asyncio import Future, get_running_loop
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import (
@@ -241,6 +243,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._session: Session | None = None
         # Receiver of the calls: the session, or the cache before it.
         self._calls: Session | SingleFlight | None = None
+        # Closes a batcher that is dropped while it is open; None before the first opening.
+        self._finalizer: weakref.finalize[..., Any] | None = None
         # Whether a call has opened it, and nothing else.
         self._was_opened_by_call = False
         # Done when the running `aclose` ends; None without one.
@@ -1042,8 +1046,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         if cache is not None:
             self._calls = SingleFlight(session, cache, self._model, self._ledger)
         self._cores.take()
+        self._detach_finalizer()
+        self._finalizer = weakref.finalize(self, _close_dropped, self._calls, self._status)
+        self._finalizer.atexit = False  # the end of the interpreter ends what is left
         session.begin()
         return session
+
+    def _detach_finalizer(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
     def _make_session(self) -> Session:
         settings, status, ledger = self._settings, self._status, self._ledger
@@ -1198,6 +1209,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._status.state is State.CLOSED:
             return
         self._status.end()
+        self._detach_finalizer()
         self._cores.release()
         self._owners.note_end()
         calls = self._calls
@@ -1205,6 +1217,34 @@ class DynBatcher(Generic[InputT, OutputT]):
             calls.end(grace)
             if not calls.binding.loop.is_running():
                 self._thread_calls.fail(self._status.unanswered_error)
+
+
+# The tasks that close dropped batchers: an event loop refers to its tasks weakly.
+_closing_dropped: set[asyncio.Task[None]] = set()
+
+
+def _close_dropped(calls: Session | SingleFlight, status: Status) -> None:
+    """Close a batcher that was dropped while it was open, on its loop, and warn. Any thread."""
+    if calls.binding.is_forked:
+        return
+
+    async def close() -> None:
+        try:
+            calls.begin_drain()
+            await calls.aclose()
+        finally:
+            status.end()
+            calls.end(0.0)
+
+    def begin() -> None:
+        task = calls.binding.loop.create_task(close(), context=Context())
+        _closing_dropped.add(task)
+        task.add_done_callback(_closing_dropped.discard)
+
+    calls.binding.call(begin)  # if the loop is closed, the end of the interpreter ends the workers
+    if status.start_error is None:
+        text = f"{status.name}: an open batcher was dropped; `await aclose()` or `stop()` closes it"
+        warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
 def _check_platform() -> None:

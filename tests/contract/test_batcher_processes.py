@@ -621,7 +621,10 @@ def test_program_without_stop_exits(
         assert (status, stderr.count("Traceback")) == (1, 1)
         assert "ZeroDivisionError" in stderr
     else:
-        assert (status, stderr) == (0, "")
+        # The interpreter ends batchers without a word, but not those that it has dropped before.
+        dropped = stderr.count("ResourceWarning: Stuck: an open batcher was dropped")
+        assert (status, dropped) == (0, 0 if keeps else 2)
+        assert stderr == "" or not keeps
 
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])

@@ -1,6 +1,7 @@
 """The contract of sessions: the same for a batcher of its own and for one in a host process."""
 
 import asyncio
+import gc
 import itertools
 import logging
 import math
@@ -33,10 +34,21 @@ from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, NeedsFileAndDies, Web
 from models.stages import InStages
 from recorder import Recorder
-from sessions import Make, frames_of, needs_pickling, own_directory
+from sessions import Make, frames_of, needs_pickling, own_directory, pids_of
 from sessions import make as make_in_processes
 from sessions import make_any as make
-from waits import LIMIT, SOON, SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
+from waits import (
+    LIMIT,
+    SOON,
+    SOON_IN_WORKER,
+    Gate,
+    Watch,
+    assert_balance,
+    call,
+    outcome,
+    turns,
+    until,
+)
 
 from fast_batcher import (
     BatcherClosedError,
@@ -578,6 +590,21 @@ async def test_closing_fails_unanswered_requests(
     assert batcher.state == "closed"
     assert isinstance(await outcome(call(batcher, 9)), BatcherClosedError)
     assert_balance(batcher)
+
+
+def drop(batchers: list[Any]) -> None:
+    batchers.clear()
+    gc.collect()
+
+
+async def test_dropped_batcher_warns_and_ends(make_in_processes: Make) -> None:
+    """As in a notebook, whose cell makes a batcher each time that it runs."""
+    cell = [make_in_processes(Echo)]
+    await cell[0].open()
+    with Watch(pids_of(cell[0])) as workers:
+        with pytest.warns(ResourceWarning, match="Echo: an open batcher was dropped"):
+            drop(cell)
+        await workers.until_dead()
 
 
 async def test_session_reopens_after_failed_start(make: Make, tmp_path: Path) -> None:
