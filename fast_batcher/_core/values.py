@@ -488,7 +488,7 @@ class Expire:
 
     request: Request
     reason: ExpiryReason
-    # The error's text and kind; set with UNREACHABLE alone.
+    # The error's text and kind; set with UNREACHABLE, and for a stream that costs have held back.
     rejection: Rejection | None = None
 
 

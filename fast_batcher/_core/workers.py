@@ -15,6 +15,7 @@ from fast_batcher._core.values import (
     Expire,
     ExpiryReason,
     Limits,
+    Rejection,
     Replace,
     Request,
     Skip,
@@ -23,6 +24,7 @@ from fast_batcher._core.values import (
     or_infinite,
     settle_open,
 )
+from fast_batcher.errors import DeadlineExceededError
 
 
 @dataclass(slots=True, eq=False)
@@ -301,7 +303,7 @@ class WorkerTable:
                 self._expire_running(now, slot, actions)
             for batch in slot.batches[is_answering:]:
                 if batch.open_count and batch.deadline <= now:
-                    actions += _expire_batch(now, batch)
+                    actions += _expire_batch(now, batch, self._find_cause(slot, batch))
                     self.notice_deserted(batch)
             if not is_answering:
                 self._stall(now, slot, actions)
@@ -309,6 +311,21 @@ class WorkerTable:
                 self._end_streams(slot, actions)
         self.next_expiry = self._earliest_expiry()
         return actions
+
+    def _find_cause(self, slot: WorkerSlot, batch: Batch) -> Rejection | None:
+        """Describe why a stream is late that the costs of others hold back; None for others."""
+        cost = self.sum_costs(slot) if self._most_cost < inf else 0.0
+        if cost <= self._most_cost or batch.is_paused or len(slot.batches) == 1:
+            return None
+        (request,) = batch.requests
+        if slot.started_at <= request.deadline - (request.timeout or self._timeout):
+            return None  # no step has passed it over: the model is slow
+        return Rejection(
+            DeadlineExceededError,
+            f"no chunk came in time, because the stream waited for others to end: the streams of "
+            f"its worker cost {cost:g}, and max_batch_cost={self._most_cost:g}; raise it, or lower "
+            "max_batch_size",
+        )
 
     def _expire_running(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
         """Replace a worker whose first batch has run for `infer_timeout`.
@@ -350,10 +367,10 @@ class WorkerTable:
         return min(moments, default=inf)
 
 
-def _expire_batch(now: float, batch: Batch) -> list[Action]:
+def _expire_batch(now: float, batch: Batch, cause: Rejection | None) -> list[Action]:
     """Expire the requests of a batch whose deadlines have passed."""
     late = settle_open([request for request in batch.requests if request.deadline <= now])
     batch.open_count -= len(late)
     waiting = [request.deadline for request in batch.requests if not request.is_settled]
     batch.deadline = min(waiting, default=inf)
-    return [Expire(request, ExpiryReason.RUNNING) for request in late]
+    return [Expire(request, ExpiryReason.RUNNING, cause) for request in late]

@@ -259,10 +259,13 @@ class WorkerHandle(ABC):
 
     def make_timeout_error(self) -> WorkerStartupError:
         """Make the error of a worker whose start has taken longer than `start_limit`."""
+        hint = ""
+        if self.model_spec.is_stepped:  # the warm-up computes whole answers
+            hint = ". A stream of warmup_inputs() without an end is another cause: return `Done`"
         return WorkerStartupError(
             f"worker {self.index} did not load its model within start_timeout="
             f"{self._settings.start_timeout} seconds and was ended; raise start_timeout if the "
-            "model needs longer"
+            f"model needs longer{hint}"
         )
 
     def make_worker_settings(self, threads: int) -> WorkerSettings:

@@ -61,6 +61,13 @@ async def live(batcher: DynBatcher[Plan, list[Any]]) -> int:
     return int(balance) - 1
 
 
+class EndlessWarmUp(Counter):
+    """Its warm-up never ends."""
+
+    def warmup_inputs(self) -> list[Plan]:
+        return [Plan("endless", ENDLESS)]
+
+
 @both_loops
 @every_place
 async def test_streams_join_and_leave_between_steps(place: Any) -> None:
@@ -929,6 +936,12 @@ async def test_waiting_streams_bring_further_workers() -> None:
                 assert await read(batcher, Plan("p", 20)) == whole(Plan("p", 20))
 
         await asyncio.gather(*[ask_until_two_answer() for _ in range(20)])
+
+
+@one_loop
+async def test_a_warm_up_without_an_end_is_told() -> None:
+    with pytest.raises(WorkerStartupError, match=r"warmup_inputs\(\) without an end is another"):
+        await DynBatcher(EndlessWarmUp, start_timeout=SOON_IN_WORKER).open()
 
 
 @one_loop

@@ -304,6 +304,35 @@ def test_a_worker_gets_streams_until_they_cost_the_most() -> None:
     assert len(dispatched(scheduler, 1.0)) == 2
 
 
+@pytest.mark.parametrize(("cost", "is_held"), [(9.0, True), (4.0, False)])
+def test_a_late_stream_is_told_that_costs_have_held_it_back(cost: float, *, is_held: bool) -> None:
+    scheduler = make_scheduler(most_cost=10.0, timeout=5.0)
+    scheduler.worker_ready(0.0, 1)
+    for request in submit(scheduler, 2):
+        request.cost = 4.0
+    first, second = dispatched(scheduler)
+    scheduler.stepped(1.0, 1, [first, second], {second.id: cost})
+    first.requests[0].deadline = 20.0
+    (expired, *_) = [one for one in scheduler.poll(5.0)[0] if isinstance(one, Expire)]
+    assert expired.request is second.requests[0]
+    text = "cost 13, and max_batch_cost=10; raise it"
+    assert (expired.rejection is not None and text in expired.rejection.text) == is_held
+
+
+def test_a_late_step_is_no_fault_of_costs() -> None:
+    scheduler = make_scheduler(most_cost=10.0, timeout=5.0)
+    scheduler.worker_ready(0.0, 1)
+    for request in submit(scheduler, 2):
+        request.cost = 9.0
+    first, _ = dispatched(scheduler)
+    scheduler.stepped(1.0, 1, [first], {})
+    first.requests[0].deadline = 6.0
+    expired = [one for one in scheduler.poll(6.0)[0] if isinstance(one, Expire)]
+    found = {one.request.value: one.rejection for one in expired}
+    assert found[0] is None
+    assert found[1] is not None
+
+
 def test_an_evicted_stream_begins_again_before_the_queue_unless_it_has_chunks() -> None:
     scheduler = make_scheduler(timeout=10.0)
     scheduler.worker_ready(0.0, 1)
