@@ -70,6 +70,7 @@ from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import HostKind
 from fast_batcher._transport.pickling import dump_atoms, dumps, measure_size, one_line
 from fast_batcher.errors import (
+    BatcherClosedError,
     BatcherError,
     ConfigurationError,
     DeadlineExceededError,
