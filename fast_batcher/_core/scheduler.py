@@ -1139,9 +1139,8 @@ class Scheduler:
         """Dispatch batches of a queue; return the end of a hold, infinite without a hold."""
         while queue.size:
             if self._is_stepped:
-                slot = self._workers.find_place(queue.choose(1)[0].cost)
-            else:
-                slot = self._workers.least_loaded(inf, slots)
+                slots = self._workers.list_places(queue.choose(1)[0].cost)
+            slot = self._workers.least_loaded(inf, slots)
             if slot is None:
                 break
             is_full = queue.is_full(queue.next_method.size_cap.size)

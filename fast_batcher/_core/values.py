@@ -120,7 +120,7 @@ def most_streams(size: int) -> int:
 
     The others wait there for the next place, which would be empty while the next stream travels.
     Source: with streams of 20 steps and 32 places, 3 % of the places are empty without them. Of
-    several workers none gets more than it can begin: see `WorkerTable.find_place`.
+    several workers none gets more than it can begin: see `WorkerTable.list_places`.
     """
     return size + -(-size // 8)
 

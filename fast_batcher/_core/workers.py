@@ -157,29 +157,27 @@ class WorkerTable:
         found = None
         for slot in self.slots.values() if slots is None else slots:
             count = len(slot.batches)
-            is_out = slot.is_stalled or slot.is_retired
-            is_available = not (is_out or (slot.is_leaving and slots is None))
-            if is_available and count < below and count < slot.most_batches:
+            is_out = slot.is_stalled or slot.is_retired or (slot.is_leaving and slots is None)
+            if not is_out and count < below and count < slot.most_batches:
                 if count and slot.is_on_trial:
                     continue
                 found, below = slot, count
         return found
 
-    def find_place(self, cost: float) -> WorkerSlot | None:
-        """Return the worker with the fewest streams that can begin one of this cost, or None.
+    def list_places(self, cost: float) -> list[WorkerSlot]:
+        """Return the workers that can begin a stream of this cost.
 
         Without other workers a stream may also be sent ahead, and wait in the worker. Beside others
         it waits in the queue, for the worker that has room first.
         """
         if self._sends_ahead and len(self.assignable) == 1:
-            return self.least_loaded(inf, [one for one in self.assignable if not self.is_full(one)])
-        slots = [
+            return [slot for slot in self.assignable if not self.is_full(slot)]
+        return [
             slot
             for slot in self.assignable
             if len(slot.batches) < self._places
             and (not slot.batches or self.sum_costs(slot) + cost <= self._most_cost)
         ]
-        return self.least_loaded(inf, slots)
 
     def sum_costs(self, slot: WorkerSlot) -> float:
         """Return the cost of a worker's streams together."""
@@ -197,7 +195,7 @@ class WorkerTable:
         """
         if not self._is_stepped:
             return self.least_loaded(1)
-        slot = self.find_place(cost)
+        slot = self.least_loaded(inf, self.list_places(cost))
         if slot is None or any(batch.is_on_trial for batch in slot.batches):
             return None
         return slot
