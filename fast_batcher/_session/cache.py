@@ -64,6 +64,8 @@ class _Flight:
     # cache is asked, and after the end.
     leader: Request | None = None
     request: Request | None = None
+    # Whether the cache has the output.
+    is_stored: bool = False
     # The task that gives each call its copy of the output.
     delivery: asyncio.Task[None] | None = None
 
@@ -114,7 +116,7 @@ class SingleFlight:
         sent = None if flight is None else flight.request
         if flight is not None and (sent is None or sent.priority >= request.priority):
             self._join(flight, request)
-            self._ledger.count_cached("coalesced")
+            self._ledger.count_cached("hit" if flight.is_stored else "coalesced")
         elif len(self.lookups) >= settings.queue_limit:
             text = (
                 f"{len(self.lookups)} inputs are looked up in the cache already "
@@ -222,6 +224,7 @@ class SingleFlight:
             self._send(flight)
         else:
             self._ledger.count_cached("hit")
+            flight.is_stored = True
             self._deliver(flight, None if found is CachedNone.NONE else found)
 
     def _send(self, flight: _Flight) -> None:

@@ -108,6 +108,7 @@ async def test_crowd_of_one_turn_costs_one_look_up() -> None:
         assert outputs == [[1]] * 1000
         assert len({*map(id, outputs)}) == 1000
         assert memory.stats().hits == before + 1
+        assert batcher.stats.cache_hits == 1000
 
 
 @pytest.mark.slow

@@ -574,7 +574,7 @@ async def test_a_model_named_by_a_text() -> None:
 def test_sessions_of_other_models_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="SessionModel"):
         DynBatcher(Slow).session()
-    with pytest.raises(ConfigurationError, match="cache=.* no effect with a SessionModel"):
+    with pytest.raises(ConfigurationError, match=r"cache=.* no effect with a SessionModel"):
         DynBatcher(Diary, cache=LRUCache(9))
     named: Any = "models.remembering:Diary"
     with pytest.raises(ConfigurationError, match="no cache"):

@@ -16,7 +16,7 @@ from models.ordinary import Slow
 from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
 from sessions import PLACES, every_place, host_of, session_of
 from streams import read, whole
-from waits import LIMIT, SOON_IN_WORKER, assert_balance, both_loops, one_loop, outcome, until
+from waits import LIMIT, SOON_IN_WORKER, assert_balance, both_loops, one_loop, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -160,6 +160,7 @@ async def test_a_caller_that_goes_leaves_the_next_step(way: str, place: Any) -> 
         else:
             del stream
             gc.collect()
+            await turns()  # it leaves in the next turn
         await until(lambda: batcher.stats.running == 0)
         assert await live(batcher) == 0
 
