@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fast_batcher import DynBatcher, InferenceModel
 from fast_batcher.caching import LRUCache
 from fast_batcher.observing import Observer
+from fast_batcher.settings import OPTIONS
 
 
 class Counts(InferenceModel[Any, int]):
@@ -29,7 +30,8 @@ class Counts(InferenceModel[Any, int]):
 
 EVERY_OPTION: dict[str, Any] = {
     "stepped": False,
-    "max_sessions": 9,
+    # For models that remember.
+    "max_sessions": OPTIONS["max_sessions"].default,
     "max_batch_size": 16,
     "max_delay": 1.0,
     "num_workers": 1,
@@ -66,7 +68,7 @@ EVERY_OPTION: dict[str, Any] = {
     "devices": ["cpu"],
     "workers_per_device": 1,
     "mps": False,
-    "stage_threads": 2,
+    "stage_threads": None,
     "enabled": False,
     "cache": LRUCache(100),
     "key": int,
