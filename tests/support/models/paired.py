@@ -157,8 +157,11 @@ class Traits:
 
     def close(self) -> None:
         if self.notes:
-            name = f"states.{os.getpid()}.{id(self)}"
-            (Path(self.notes) / name).write_text(f"{self.begun} {self.left}")
+            # Written under another name first: the oracle may read it at any moment.
+            name = f"{os.getpid()}.{id(self)}"
+            path = Path(self.notes) / f"written.{name}"
+            path.write_text(f"{self.begun} {self.left}")
+            path.rename(Path(self.notes) / f"states.{name}")
 
 
 class Plain(Traits, InferenceModel[Any, Any]):
