@@ -46,9 +46,9 @@ HANG = 3.0
 _UNASKED = ("full", "retry", "drain", "deadline")
 # Seconds after a failed reload in which its model may answer, if a load of the old one fails, too.
 WAY_BACK = 3.0
-# Seconds in which a closed batcher releases everything. On a busy machine a host takes some seconds
-# to end; one that waits for another process takes 30 s.
-RELEASE = 20.0
+# Seconds in which a closed batcher releases everything: a host whose last process was killed waits
+# 30 s for the next one.
+RELEASE = 40.0
 # A whole run; then it is interrupted.
 LIMIT = 45
 
