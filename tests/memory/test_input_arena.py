@@ -95,7 +95,7 @@ def test_memory_of_one_input_is_used_again(harness: SenderHarness) -> None:
     size = 2 * MEBI
     requests = harness.arrive(*numbered(4, size))
     harness.run_jobs()
-    freed = requests[1].staged
+    freed = requests[0].staged
     assert freed is not None
     freed.release()
     (again,) = harness.arrive(filled(9, size))
