@@ -138,6 +138,10 @@ class Fleet:
             for replica in self.replicas.values()
         )
 
+    def count_unready(self) -> int:
+        """Return how many replicas have no ready worker."""
+        return sum(not replica.is_ready for replica in self.replicas.values())
+
     @property
     def is_failing(self) -> bool:
         """Whether a worker has spent its restarts."""

@@ -839,19 +839,29 @@ class Scheduler:
 
     def _count_live(self, slot: WorkerSlot) -> int:
         """Return the batches and the live sessions of a worker."""
-        sessions = 0 if self._sessions is None else self._sessions.count_of(slot.id)
-        return len(slot.batches) + sessions
+        return len(slot.batches) + self._count_sessions(slot)
 
-    def let_leave(self, count: int) -> list[int]:
-        """Let `count` workers, with the least live work, get no more; return the finished ones.
+    def _count_sessions(self, slot: WorkerSlot) -> int:
+        return 0 if self._sessions is None else self._sessions.count_of(slot.id)
 
-        A worker that leaves, and is needed again, stays. A `poll` must follow.
+    def let_leave(
+        self, now: float, count: int, others: int, leave_by: float = inf
+    ) -> list[int]:
+        """Let at most `count` workers get no more work, and return those that may end.
+
+        They are those with the least live work, and `others` always stay. A worker may end without
+        live work; with `leave_by`, without a session or at that moment. A worker that leaves, and
+        is needed again, stays. A `poll` must follow.
         """
         slots = [slot for slot in self._workers.slots.values() if not slot.is_retired]
         slots.sort(key=lambda slot: (not slot.is_leaving, self._count_live(slot), -slot.index))
         for position, slot in enumerate(slots):
-            slot.is_leaving = position < count
-        return [slot.id for slot in slots if slot.is_leaving and not self._count_live(slot)]
+            slot.is_leaving = position < min(count, len(slots) - others)
+        leaving = [slot for slot in slots if slot.is_leaving]
+        if now >= leave_by:
+            return [slot.id for slot in leaving]
+        count_live = self._count_live if leave_by == inf else self._count_sessions
+        return [slot.id for slot in leaving if not count_live(slot)]
 
     def retire(self, worker: int, ends_at: float = inf) -> list[Request]:
         """Give a worker no more batches, and end its sessions; see `WorkerTable.retire`.

@@ -356,11 +356,13 @@ class LocalSession(Session):
         self._scaling: Scaling | None = None
         self._scaled_by: tuple[int, int, float | None] | None = None
         self._scaling_timer: asyncio.TimerHandle | None = None
-        # Workers that are not needed, and end with their last stream or session.
-        self._leaving = 0
+        # Workers that are not needed, and end with their last stream or session; and the moment by
+        # which their sessions end if a person has asked for fewer workers.
+        self._leaving, self._leave_by = 0, math.inf
         # Requests that the scheduler has rejected on arrival.
         self._rejected = 0
         self._set_scaling()
+        self._look_later()
 
     @property
     def is_stepped(self) -> bool:
@@ -789,7 +791,7 @@ class LocalSession(Session):
     @property
     def num_workers(self) -> int:
         """Workers that there should be now."""
-        return self.pool.fleet.count
+        return self.pool.fleet.count - self._leaving
 
     @property
     def backlog(self) -> float | None:
@@ -806,7 +808,7 @@ class LocalSession(Session):
         settings = self.settings
         setup = Setup(
             settings.batch_limit,
-            self.pool.fleet.count,
+            self.num_workers,
             settings.max_batch_cost is not None,
             settings.group_by is not None,
             settings.enabled,
@@ -905,32 +907,33 @@ class LocalSession(Session):
         if bounds == self._scaled_by:  # what it has observed counts on
             return
         self._scaled_by = bounds
-        if self._scaling_timer is not None:
-            self._scaling_timer.cancel()
-        self._scaling = self._scaling_timer = None
-        self._leaving = 0
-        self.scheduler.let_leave(0)
+        self._scaling = None
         if fewest < most:
             self._scaling = Scaling(*bounds)
             self.scheduler.learn_times()
-            self._look_later()
 
     def _look_later(self) -> None:
+        """Look at the number of workers again soon, if it may change by itself."""
+        if self._scaling_timer is not None:
+            self._scaling_timer.cancel()
         loop = self.binding.loop
-        if not loop.is_closed():
+        if (self._scaling is not None or self._leaving) and not loop.is_closed():
             self._scaling_timer = loop.call_later(SCALING_INTERVAL, self._scale, context=Context())
 
     def _scale(self) -> None:
-        """Change the number of workers if the load asks for it."""
-        if self._scaling is None or self.pool.is_closing:
+        """Change the number of workers if the load asks for it, and end those that may leave."""
+        if self.pool.is_closing:
             return
+        if self._scaling is not None and self.status.state is State.OPEN:
+            self._follow_load(self._scaling, monotonic())
+        self._end_surplus()
         self._look_later()
-        if self.status.state is not State.OPEN:
-            return
-        counters, now, count = self._ledger.counters, monotonic(), self.pool.fleet.count
+
+    def _follow_load(self, scaling: Scaling, now: float) -> None:
+        counters, count = self._ledger.counters, self.pool.fleet.count
         may_wait = self.scheduler.queue_size or not self._is_stepped
         load = WorkerLoad(
-            wanted=count - self._leaving,
+            wanted=self.num_workers,
             ready=self.scheduler.ready_count,
             is_loading=self.pool.fleet.is_loading,
             is_failing=self.pool.fleet.is_failing,
@@ -940,23 +943,23 @@ class LocalSession(Session):
             full_batch=self.scheduler.full_batch,
             needed=self.scheduler.needed_workers,
         )
-        decision = self._scaling.decide(now, load)
+        decision = scaling.decide(now, load)
         if decision is not None:
             text = "%s: %d workers instead of %d: %s"
             logger.info(text, self._name, decision.workers, load.wanted, decision.reason)
-            self._leaving = max(0, count - decision.workers)
+            self._leaving, self._leave_by = max(0, count - decision.workers), math.inf
             if decision.workers > count:
                 self.pool.scale(self.settings, decision.workers)
-        if not load.ready:  # the workers that stay were lost
-            self._leaving = 0
-        self._end_surplus()
 
     def _end_surplus(self) -> None:
-        """End the workers that are not needed once their last stream or session has ended."""
-        finished = self.scheduler.let_leave(self._leaving)
-        if finished:
-            self._leaving -= len(finished)
-            self.pool.scale(self.settings, self.pool.fleet.count - len(finished), finished)
+        """End the workers that are not needed and have finished; first those that are not ready."""
+        fleet, leaving = self.pool.fleet, self._leaving
+        others = fleet.count - leaving
+        finished = self.scheduler.let_leave(monotonic(), leaving, others, self._leave_by)
+        count = min(leaving, fleet.count_unready() + len(finished))
+        if count:
+            self._leaving -= count
+            self.pool.scale(self.settings, fleet.count - count, finished)
         self._run_if_due()
 
     # Life.
@@ -973,10 +976,14 @@ class LocalSession(Session):
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else self._make_policy(settings)
         self.settings = settings
-        count = self.pool.fleet.count
-        count = min(max(count, settings.fewest_workers), settings.most_workers)
-        self.pool.scale(settings, count)
+        wanted = min(max(self.num_workers, settings.fewest_workers), settings.most_workers)
+        if wanted < self.num_workers:
+            self._leave_by = monotonic() + settings.drain_timeout
+        self._leaving = max(0, self.pool.fleet.count - wanted)
+        self.pool.scale(settings, wanted + self._leaving)
         self._set_scaling()
+        self._end_surplus()
+        self._look_later()
         if self.status.state is State.OPENING:
             self._notice_all_ready()
         self._arena.batch_size = settings.batch_limit

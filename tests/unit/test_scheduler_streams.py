@@ -108,18 +108,18 @@ def test_a_worker_that_is_not_needed_finishes_its_streams() -> None:
     submit(scheduler, 3)
     batches = dispatched(scheduler)
     (last,) = [batch for batch in batches if batch.worker == 2]
-    assert scheduler.let_leave(1) == []
+    assert scheduler.let_leave(0.0, 1, 1) == []
     assert scheduler.ready_count == 1
     submit(scheduler, PLACES)
     assert {batch.worker for batch in dispatched(scheduler)} == {1}
     assert scheduler.queue_size == 2
-    assert scheduler.let_leave(0) == []
+    assert scheduler.let_leave(0.0, 0, 2) == []
     assert [batch.worker for batch in dispatched(scheduler)] == [2, 2]
     assert scheduler.needed_workers == 2
     for batch in [*scheduler.batches_of(2)]:
         assert scheduler.batch_done(1.0, 2, batch.id) == batch
     assert last.worker == 2
-    assert scheduler.let_leave(1) == [2]
+    assert scheduler.let_leave(1.0, 1, 1) == [2]
 
 
 @pytest.mark.parametrize(("live", "needed"), [(0, 1), (PLACES - 1, 1), (PLACES, 2)])

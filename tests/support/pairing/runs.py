@@ -411,6 +411,8 @@ class Run:
         """Reload a model that loads in one worker alone, and back once less than it has to."""
         with suppress(BatcherError):
             await self.do_reload(fails="second")
+            # A single worker has loaded it, and a further one never can.
+            await self.do_reload()
         await asyncio.sleep(WAY_BACK)
 
     async def do_reconfigure(self) -> None:
@@ -636,7 +638,7 @@ def perform(case: Case, seed: int) -> Report:
     before = hold()
     signal.signal(signal.SIGALRM, _interrupt)
     signal.alarm(LIMIT)
-    report = Report()
+    report, inputs = Report(), list[weakref.ref[Any]]()
     try:
         with warnings.catch_warnings(), catch_logs() as texts:
             warnings.simplefilter("ignore")
@@ -646,11 +648,8 @@ def perform(case: Case, seed: int) -> Report:
                 asyncio.run(run.run())
             if kit is not None:
                 kit.reset()  # it records inputs, and the batcher keeps it
-            gc.collect()
-            kept = [value for one in run.inputs if (value := one()) is not None]
-            if kept:
-                run.fault("kept inputs", f"{len(kept)} of {len(run.inputs)}: {kept[0]!r}")
-            del run, kept
+            inputs = run.inputs
+            del run
         report.faults += [f"log: {text[:400]}" for text in texts]
     except _TooLongError:
         report.faults.append(f"never ended: the run, after {LIMIT} s")
@@ -661,6 +660,11 @@ def perform(case: Case, seed: int) -> Report:
     left = find_left(before, 1.0 if report.faults else RELEASE)
     if left and not report.faults:
         report.faults.append(f"left: {'; '.join(left)[:400]}")
+    # A thread that was not waited for has ended now.
+    gc.collect()
+    kept = [value for one in inputs if (value := one()) is not None]
+    if kept and not report.faults:
+        report.faults.append(f"kept inputs: {len(kept)} of {len(inputs)}: {kept[0]!r}")
     for pid in set(map(str, children_of(os.getpid()))) - before["process"]:
         for one in (*children_of(int(pid)), int(pid)):
             with suppress(ProcessLookupError):
