@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from fast_batcher._core import scaling
+from fast_batcher._session import session
+
 # Logged texts that say of themselves that they should not occur.
 _NEVER = ("internal error", "broke the protocol", "never retrieved", "exception in callback")
 
@@ -120,3 +125,17 @@ def catch_logs() -> Iterator[list[str]]:
         for logger in loggers:
             logger.removeHandler(handler)
             logger.propagate = True
+
+
+# Constants of scaling in this process: a run is too short for two minutes of little load.
+_QUICK = {"SCALING_INTERVAL": 0.02, "PATIENCE": 0.05, "QUIET": 0.1, "RATE_WINDOW": 0.3}
+
+
+@contextmanager
+def quicken_scaling() -> Iterator[None]:
+    """Let the number of workers follow the load within a run, as it otherwise does in minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seconds in _QUICK.items():
+            patch.setattr(scaling, name, seconds)
+        patch.setattr(session, "SCALING_INTERVAL", _QUICK["SCALING_INTERVAL"])
+        yield

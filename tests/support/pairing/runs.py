@@ -32,11 +32,18 @@ from models import paired
 
 from fast_batcher import DynBatcher
 from fast_batcher.errors import BatcherError, DeadlineExceededError, NotReadyError
-from fast_batcher.observing import BatchAnswered, Observer, RequestEnded
+from fast_batcher.observing import (
+    BatchAnswered,
+    BatchDispatched,
+    BatchLost,
+    Observer,
+    RequestEnded,
+    WorkerChanged,
+)
 from fast_batcher.testing import BatcherKit
 from pairing.allowances import may_fail
 from pairing.dimensions import ARRAYS, STEPPED, Case, Rule, make_options, model_of
-from pairing.observing import Pulse, catch_logs, children_of, find_left, hold
+from pairing.observing import Pulse, catch_logs, children_of, find_left, hold, quicken_scaling
 
 # Seconds beyond a deadline, and beyond what the loop was late, after which a call is late.
 SLACK = 0.35
@@ -49,6 +56,8 @@ WAY_BACK = 3.0
 # Seconds in which a closed batcher releases everything: a host whose last process was killed waits
 # 30 s for the next one.
 RELEASE = 40.0
+# Seconds that a request may wait beside a worker without a batch: a target of 0.3 s may be used up.
+LONGEST_HOLD = 0.4
 # A whole run; then it is interrupted.
 LIMIT = 45
 
@@ -71,12 +80,28 @@ class Report:
 
 
 class Counting(Observer):
-    """Counts the outcomes of requests."""
+    """Counts the outcomes of requests; if it follows batches, also those of each worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows: bool) -> None:
+        self.needs_context = follows
         self.outcomes: Counter[str] = Counter()
+        # The ready workers, by index, with the batches that each has now.
+        self.batches: dict[int, set[int]] = {}
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        if event.change == "ready":
+            self.batches[event.worker] = set()
+        elif event.change in ("lost", "recycled", "removed"):
+            self.batches.pop(event.worker, None)
+
+    def batch_dispatched(self, event: BatchDispatched) -> None:
+        self.batches.get(event.worker, set()).add(event.batch_id)
+
+    def batch_lost(self, event: BatchLost) -> None:
+        self.batches.get(event.dispatched.worker, set()).discard(event.dispatched.batch_id)
 
     def batch_answered(self, event: BatchAnswered) -> None:
+        self.batches.get(event.worker, set()).discard(event.batch_id)
         self.outcomes.update(request.outcome for request in event.requests)
 
     def request_ended(self, event: RequestEnded) -> None:
@@ -111,7 +136,7 @@ class Run:
         self.has_killed = False
         # The inputs, for as long as somebody keeps them; and the outcomes that were observed.
         self.inputs: list[weakref.ref[Any]] = []
-        self.counting = Counting()
+        self.counting = Counting(follows=seed % 2 == 0)
         self.batcher.add_observer(self.counting)
 
     def fault(self, kind: str, text: str) -> None:
@@ -471,11 +496,29 @@ class Run:
             if b"WRONG" in told:
                 self.fault("another's answer", f"in another process: {told.decode():.300}")
 
+    async def look_for_room(self) -> None:
+        """Look for requests that wait although a worker has nothing to do."""
+        is_seen = self.counting.needs_context and self.case["workers"] != "shared"
+        # Calls of a session wait for its worker.
+        if not is_seen or self.case["call"] == "session":
+            return
+        since = time.monotonic()
+        while True:
+            idle = [index for index, batches in self.counting.batches.items() if not batches]
+            now = time.monotonic()
+            if not (idle and self.batcher.stats.waiting):
+                since = now
+            elif now - since > LONGEST_HOLD + self.pulse.lateness(since):
+                self.fault("another has room", f"{idle} of {self.counting.batches}")
+                return
+            await asyncio.sleep(0.01)
+
     # The whole.
 
     async def run(self) -> None:
         began = time.monotonic()
         beating = asyncio.create_task(self.pulse.run())
+        looking = asyncio.create_task(self.look_for_room())
         await self.batcher.open()
         if self.case["ending"] == "early drain":
             self.ended_at = began
@@ -504,6 +547,7 @@ class Run:
             await self.probe()
             await self.batcher.aclose()
         beating.cancel()
+        looking.cancel()
         self.check_figures()
         self.report.seconds = time.monotonic() - began
 
@@ -640,7 +684,8 @@ def perform(case: Case, seed: int) -> Report:
     signal.alarm(LIMIT)
     report, inputs = Report(), list[weakref.ref[Any]]()
     try:
-        with warnings.catch_warnings(), catch_logs() as texts:
+        quickened = quicken_scaling() if case["count"] == "1-2" else nullcontext()
+        with warnings.catch_warnings(), catch_logs() as texts, quickened:
             warnings.simplefilter("ignore")
             run = Run(case, seed, home)
             report = run.report
