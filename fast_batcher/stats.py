@@ -15,6 +15,8 @@ SAMPLED_BATCHES = 1024
 class BatcherStats:
     """Statistics of a batcher: counts since construction, present load, quantiles of times.
 
+    With `shared` they are those of the host process, and the counts begin with it.
+
     At any moment `submitted = completed + failed + refused + expired + cancelled + waiting +
     running`.
     """

@@ -844,9 +844,7 @@ class Scheduler:
     def _count_sessions(self, slot: WorkerSlot) -> int:
         return 0 if self._sessions is None else self._sessions.count_of(slot.id)
 
-    def let_leave(
-        self, now: float, count: int, others: int, leave_by: float = inf
-    ) -> list[int]:
+    def let_leave(self, now: float, count: int, others: int, leave_by: float = inf) -> list[int]:
         """Let at most `count` workers get no more work, and return those that may end.
 
         They are those with the least live work, and `others` always stay. A worker may end without

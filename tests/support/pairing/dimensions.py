@@ -62,6 +62,8 @@ CONSTRUCTED = (
 ARRAYS = ("Stacked", "Padded", "Ragged")
 STEPPED = ("Stepped", "Streamed")
 LOCAL_THREADS = ("threads", "kit")
+# Streams that a worker has side by side: fewer than there are callers.
+PLACES = 3
 
 
 def _pairs(one: str, values: tuple[str, ...], other: str, others: tuple[str, ...]) -> set[Pair]:
@@ -157,7 +159,7 @@ def count_at_least_one(value: Any) -> float:
 def make_options(case: Case, seed: int) -> dict[str, Any]:  # noqa: C901  a table in code
     """Return the options of the batcher of a case, without `model_kwargs`."""
     options: dict[str, Any] = {
-        "max_batch_size": 8,
+        "max_batch_size": PLACES if case["model"] in STEPPED else 8,
         "num_workers": {"1": 1, "2": 2, "1-2": (1, 2)}[case["count"]],
         "timeout": 0.8,
         "drain_timeout": 0.5,

@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
@@ -31,7 +31,12 @@ import numpy as np
 from models import paired
 
 from fast_batcher import DynBatcher
-from fast_batcher.errors import BatcherError, DeadlineExceededError, NotReadyError
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    DeadlineExceededError,
+    NotReadyError,
+)
 from fast_batcher.observing import (
     BatchAnswered,
     BatchDispatched,
@@ -42,7 +47,7 @@ from fast_batcher.observing import (
 )
 from fast_batcher.testing import BatcherKit
 from pairing.allowances import may_fail
-from pairing.dimensions import ARRAYS, STEPPED, Case, Rule, make_options, model_of
+from pairing.dimensions import ARRAYS, PLACES, STEPPED, Case, Rule, make_options, model_of
 from pairing.observing import Pulse, catch_logs, children_of, find_left, hold, quicken_scaling
 
 # Seconds beyond a deadline, and beyond what the loop was late, after which a call is late.
@@ -85,23 +90,24 @@ class Counting(Observer):
     def __init__(self, *, follows: bool) -> None:
         self.needs_context = follows
         self.outcomes: Counter[str] = Counter()
-        # The ready workers, by index, with the batches that each has now.
-        self.batches: dict[int, set[int]] = {}
+        # The ready workers, by index, with the costs of the batches that each has now.
+        self.batches: dict[int, dict[int, float]] = {}
 
     def worker_changed(self, event: WorkerChanged) -> None:
         if event.change == "ready":
-            self.batches[event.worker] = set()
+            self.batches[event.worker] = {}
         elif event.change in ("lost", "recycled", "removed"):
             self.batches.pop(event.worker, None)
 
     def batch_dispatched(self, event: BatchDispatched) -> None:
-        self.batches.get(event.worker, set()).add(event.batch_id)
+        if event.worker in self.batches:
+            self.batches[event.worker][event.batch_id] = event.cost
 
     def batch_lost(self, event: BatchLost) -> None:
-        self.batches.get(event.dispatched.worker, set()).discard(event.dispatched.batch_id)
+        self.batches.get(event.dispatched.worker, {}).pop(event.dispatched.batch_id, None)
 
     def batch_answered(self, event: BatchAnswered) -> None:
-        self.batches.get(event.worker, set()).discard(event.batch_id)
+        self.batches.get(event.worker, {}).pop(event.batch_id, None)
         self.outcomes.update(request.outcome for request in event.requests)
 
     def request_ended(self, event: RequestEnded) -> None:
@@ -497,19 +503,28 @@ class Run:
                 self.fault("another's answer", f"in another process: {told.decode():.300}")
 
     async def look_for_room(self) -> None:
-        """Look for requests that wait although a worker has nothing to do."""
+        """Look for requests that wait although a worker has nothing to do, or a place for them."""
         is_seen = self.counting.needs_context and self.case["workers"] != "shared"
         # Calls of a session wait for its worker.
         if not is_seen or self.case["call"] == "session":
             return
+        is_stepped, most = self.case["model"] in STEPPED, self.options.get("max_batch_cost", 1e9)
+        places = PLACES if is_stepped and most == 1e9 else 1
         since = time.monotonic()
         while True:
-            idle = [index for index, batches in self.counting.batches.items() if not batches]
+            workers = [costs.values() for costs in self.counting.batches.values()]
+            waits = self.batcher.stats.waiting > 0 or (
+                is_stepped
+                and any(
+                    len(costs) > PLACES or (len(costs) > 1 and sum(costs) > most)
+                    for costs in workers
+                )
+            )
             now = time.monotonic()
-            if not (idle and self.batcher.stats.waiting):
+            if not (waits and any(len(costs) < places for costs in workers)):
                 since = now
             elif now - since > LONGEST_HOLD + self.pulse.lateness(since):
-                self.fault("another has room", f"{idle} of {self.counting.batches}")
+                self.fault("another has room", f"{self.counting.batches}, {self.batcher.stats}")
                 return
             await asyncio.sleep(0.01)
 
@@ -603,14 +618,17 @@ class Run:
         """Check that nothing begins after `begin_drain`."""
         value, _ = self.make_input()
         value = [9, 0, 2] if isinstance(value, list) else value
-        call: Any = self.batcher.process_batched(value)
-        if self.case["call"] == "session":
-            call = self.batcher.session().process_batched(value)
-        elif self.case["call"] == "stream":
-            call = self.batcher.stream(value)
-        with suppress(BatcherError, TimeoutError):
-            await asyncio.wait_for(call, 2)
-            self.fault("begins while draining", self.case["call"])
+        ask: Any = self.batcher.process_batched
+        async with AsyncExitStack() as stack:
+            if self.case["call"] == "session":
+                ask = (await stack.enter_async_context(self.batcher.session())).process_batched
+            elif self.case["call"] == "stream":
+                ask = self.batcher.stream
+            try:
+                await ask(value, timeout=2)
+            except BatcherClosedError:
+                return
+        self.fault("begins while draining", self.case["call"])
 
     async def join(self, tasks: list[Any]) -> None:
         """Wait for tasks, and say which broke."""
