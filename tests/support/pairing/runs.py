@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -508,17 +508,17 @@ class Run:
         # Calls of a session wait for its worker.
         if not is_seen or self.case["call"] == "session":
             return
+
+        def is_full(costs: Collection[float]) -> bool:
+            return len(costs) > PLACES or (len(costs) > 1 and sum(costs) > most)
+
         is_stepped, most = self.case["model"] in STEPPED, self.options.get("max_batch_cost", 1e9)
         places = PLACES if is_stepped and most == 1e9 else 1
         since = time.monotonic()
         while True:
             workers = [costs.values() for costs in self.counting.batches.values()]
             waits = self.batcher.stats.waiting > 0 or (
-                is_stepped
-                and any(
-                    len(costs) > PLACES or (len(costs) > 1 and sum(costs) > most)
-                    for costs in workers
-                )
+                is_stepped and any(is_full(costs) for costs in workers)
             )
             now = time.monotonic()
             if not (waits and any(len(costs) < places for costs in workers)):
@@ -654,6 +654,8 @@ class Run:
             if self.case["workers"] != "shared" and seen[outcome] != count:
                 self.fault("observed", f"{outcome}: {seen[outcome]} observed, {count} counted")
         is_whole = self.case["cache"] == "none" and not self.has_killed
+        if self.case["workers"] == "shared" and self.case["ending"] == "reopen":
+            is_whole = False  # another host may have begun to count
         if (
             is_whole
             and self.case["call"] == "process_batched"
