@@ -453,7 +453,10 @@ class Run:
         self.batcher.reconfigure(**changes)
 
     async def do_scale(self) -> None:
-        for count in self.random.choice(((2, 1), (3,), (1, 2), (2, 1, 2, 1))):
+        counts: Any = self.random.choice(((2, 1), (3,), (1, 2), (2, 1, 2, 1)))
+        if self.case["count"] == "1-2":  # then the library removes the second worker by itself
+            counts = (2, (1, 2))
+        for count in counts:
             self.batcher.reconfigure(num_workers=count)
             await asyncio.sleep(self.random.choice((0, 0.1)))
 
@@ -475,7 +478,9 @@ class Run:
     async def signal_worker(self, number: int) -> list[int]:
         pids = children_of(os.getpid())
         if self.case["workers"] == "shared":
-            pids = [worker for host in pids for worker in children_of(host)]
+            workers = [worker for host in pids for worker in children_of(host)]
+            stops_host = number == signal.SIGSTOP and self.random.random() < 0.5
+            pids = pids if stops_host else workers
         for pid in pids[:1]:
             self.has_killed = self.has_killed or number == signal.SIGKILL
             with suppress(ProcessLookupError):
