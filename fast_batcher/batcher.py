@@ -860,8 +860,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         Additional workers load the model while the others serve. If the number decreases, workers
         that are not ready exit first, then those with the least live work. They get no more, finish
         their batches, and have `drain_timeout` seconds for their streams and sessions; no request
-        is lost. A change during a reload takes effect at the end of the reload. With `shared` a change applies to all server processes, also after
-        the death of the host process.
+        is lost. A change during a reload takes effect at the end of the reload. With `shared` a
+        change applies to all server processes, also after the death of the host process.
 
         Args:
             changes: `max_batch_size`, `max_delay`, `max_queue_size`, `max_latency` and

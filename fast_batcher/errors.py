@@ -68,8 +68,8 @@ class _RetryableError(BatcherError):
 
     def __init__(self, message: str = "", *, retry_after: float | None = None) -> None:
         super().__init__(message)
-        # Seconds, or None if that is unknown.
         self.retry_after = retry_after
+        """Seconds after which the same call may succeed, None if that is unknown."""
 
 
 class NotReadyError(_RetryableError):

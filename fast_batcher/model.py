@@ -33,9 +33,10 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 class MethodOptions:
     """Options of a method that is marked with `batchable`."""
 
-    # Most inputs of a batch, None for the batcher's `max_batch_size`.
     max_batch_size: int | None = None
+    """Most inputs of a batch, None for the batcher's `max_batch_size`."""
     collation: Collation | None = None
+    """Rules that join inputs of the method."""
 
 
 @overload
@@ -102,13 +103,15 @@ def find_methods(model: object) -> dict[str, MethodOptions]:
 class Model(ABC, Generic[InputT, OutputT]):
     """The base class of `InferenceModel` and `SessionModel`: what they have in common."""
 
-    # Device of the worker, for `torch.device`: "cuda:0" or "cpu". A worker sees only the GPU that
-    # `devices` gives it, so its number is 0 on every GPU. "cpu" without `devices`. Set before
-    # `__init__` runs.
     device: str = "cpu"
-    # Index of the worker among those of the batcher, from 0; a replacement has the same index. Set
-    # before `__init__` runs.
+    """Device of the worker, for `torch.device`: "cuda:0" or "cpu". A worker sees only the GPU that
+    `devices` gives it, so its number is 0 on every GPU. "cpu" without `devices`. Set before
+    `__init__` runs.
+    """
     worker_index: int = 0
+    """Index of the worker among those of the batcher, from 0; a replacement has the same index. Set
+    before `__init__` runs.
+    """
 
     def warmup_inputs(self) -> Sequence[InputT]:
         """Return inputs to compute before the worker counts as ready; none by default.
@@ -139,13 +142,15 @@ class InferenceModel(Model[InputT, OutputT]):
     docs/stages.md.
     """
 
-    # Rules that join inputs. `infer` then takes and returns one array, tensor or structure of
-    # them instead of lists; with None it takes and returns lists. May be set in `__init__`.
     collation: Collation | None = None
-    # The sizes that a compiled model without a `collation` computes: the model itself fills up a
-    # batch to the next one, and gets no batch that is larger than the largest. May be set in
-    # `__init__`. With a collation they are an argument of `Collation.stack`.
+    """Rules that join inputs. `infer` then takes and returns one array, tensor or structure of them
+    instead of lists; with None it takes and returns lists. May be set in `__init__`.
+    """
     allowed_batch_sizes: tuple[int, ...] | None = None
+    """The sizes that a compiled model without a `collation` computes: the model itself fills up a
+    batch to the next one, and gets no batch that is larger than the largest. May be set in
+    `__init__`. With a collation they are an argument of `Collation.stack`.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a class with `batchable` methods do without `infer`."""

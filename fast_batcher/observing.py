@@ -21,13 +21,14 @@ CacheResult = Literal["hit", "miss", "coalesced"]
 class ChunkTimes:
     """The chunks of a stream, which is a request of a `SteppedModel` in a batch of its own."""
 
-    # Moments of `time.monotonic`: the request arrived, and its first and its last chunk came; 0.0
-    # before the first.
     arrived_at: float
+    """Moment of `time.monotonic` at which the request arrived."""
     first_at: float = 0.0
+    """Moment of its first chunk, 0.0 before it."""
     last_at: float = 0.0
-    # Chunks that came. If the stream begins again on another worker, the count begins again.
+    """Moment of its last chunk, 0.0 before the first."""
     count: int = 0
+    """Chunks that came. If the stream begins again on another worker, the count begins again."""
 
     @property
     def first_seconds(self) -> float | None:
@@ -47,19 +48,27 @@ class BatchDispatched:
     Events are compared by identity: the event that ends the batch refers to this object.
     """
 
-    # These fields have the same meaning in `BatchAnswered`.
     model: str
+    """Name of the batcher or of the decorated function."""
     worker: int
+    """Index of the worker, from 0; a replacement has its predecessor's index."""
     batch_id: int
+    """Number of the batch, which increases with each batch of the batcher."""
     size: int
+    """Requests in the batch."""
     cost: float
+    """Sum of their costs: 1 each without costs."""
     release: str
+    """Reason for which it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry".
+    """
     dispatched_at: float
-    # The context variables of the caller of each request; None for a request that is older than the
-    # observer.
+    """Moment of `time.monotonic` at which it was sent."""
     contexts: Sequence[Context | None]
-    # Whether it is a stream: a request of a `SteppedModel`, which is a batch of its own.
+    """The context variables of the caller of each request; None for a request that is older than
+    the observer.
+    """
     is_stream: bool = False
+    """Whether it is a stream: a request of a `SteppedModel`, which is a batch of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +76,27 @@ class BatchLost:
     """A batch has ended without an answer; its requests may be tried again in other batches."""
 
     dispatched: BatchDispatched
-    # The cause, for example "worker lost", "not sendable", "closed", "skipped".
+    """Event of its dispatch."""
     reason: str
-    # The chunks of a stream until then; None for other batches.
+    """The cause, for example "worker lost", "not sendable", "closed", "skipped"."""
     chunks: ChunkTimes | None = None
+    """The chunks of a stream until then; None for other batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRequest:
     """A request that ended with the answer to its batch."""
 
-    # "completed", "failed", "refused", or "cancelled" if its caller left in the same turn of the
-    # event loop.
     outcome: Outcome
-    # Seconds from its arrival until its worker began with its batch, and until its outcome.
+    """"completed", "failed", "refused", or "cancelled" if its caller left in the same turn of the
+    event loop.
+    """
     queue_wait: float
+    """Seconds from its arrival until its worker began with its batch."""
     total: float
-    # The context variables of its caller, where an observer needs them: see `Observer`.
+    """Seconds from its arrival until its outcome."""
     context: Context | None = None
+    """The context variables of its caller, where an observer needs them: see `Observer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +107,34 @@ class BatchAnswered:
     `RequestEnded` and are not in `requests`.
     """
 
-    # The name of the batcher or of the decorated function.
     model: str
-    # Index of the worker, from 0; a replacement has its predecessor's index.
+    """Name of the batcher or of the decorated function."""
     worker: int
-    # Increases with each batch of the batcher.
+    """Index of the worker, from 0; a replacement has its predecessor's index."""
     batch_id: int
-    # Requests in the batch when it was sent, and the sum of their costs: 1 each without costs.
+    """Increases with each batch of the batcher."""
     size: int
+    """Requests in the batch when it was sent."""
     cost: float
-    # Why it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry".
+    """Sum of their costs: 1 each without costs."""
     release: str
-    # Moments of `time.monotonic`: it was sent; its worker began with it; it was answered.
+    """Why it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry"."""
     dispatched_at: float
+    """Moment of `time.monotonic` at which it was sent."""
     began_at: float
+    """Moment at which its worker began with it."""
     answered_at: float
-    # Seconds that the model took, as the worker measured them; those of a stream in its place.
+    """Moment at which it was answered."""
     infer_seconds: float
+    """Seconds that the model took, as the worker measured them; those of a stream in its place."""
     requests: Sequence[AnsweredRequest]
-    # Requests that will be tried again in other batches, because the model has raised.
+    """Requests that ended with this answer."""
     retried: int = 0
-    # The event of its dispatch, where an observer follows batches: see `Observer`.
+    """Requests that will be tried again in other batches, because the model has raised."""
     dispatched: BatchDispatched | None = None
-    # The chunks of a stream, whose end this is; None for other batches.
+    """The event of its dispatch, where an observer follows batches: see `Observer`."""
     chunks: ChunkTimes | None = None
+    """The chunks of a stream, whose end this is; None for other batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +142,17 @@ class RequestEnded:
     """A request has ended without the answer of a batch, or a stream before its last chunk."""
 
     model: str
+    """Name of the batcher or of the decorated function."""
     outcome: Outcome
-    # The cause, for example "queue full", "waiting", "running", "worker lost".
+    """How it ended."""
     reason: str
-    # Seconds since its arrival; 0.0 if it was rejected on arrival.
+    """The cause, for example "queue full", "waiting", "running", "worker lost"."""
     wait: float
+    """Seconds since its arrival; 0.0 if it was rejected on arrival."""
     context: Context | None = None
-    # The chunks of a stream that a worker had; None for other requests.
+    """Context variables of its caller, where an observer needs them: see `Observer`."""
     chunks: ChunkTimes | None = None
+    """The chunks of a stream that a worker had; None for other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +160,22 @@ class WorkerChanged:
     """A worker was started, became ready, was lost, or was replaced because it was due."""
 
     model: str
+    """Name of the batcher."""
     worker: int
-    # A worker that replaces a lost or recycled worker is "restarted" after it is "ready":
-    # `BatcherStats.restarts` counts these. A worker is "recycled" before it is "lost" if another
-    # has taken its place, and "removed" if the number of workers is reduced.
+    """Index of the worker, from 0; a replacement has its predecessor's index."""
     change: WorkerChange
-    # Id of its process; None for a worker without a process.
+    """A worker that replaces a lost or recycled worker is "restarted" after it is "ready":
+    `BatcherStats.restarts` counts these. A worker is "recycled" before it is "lost" if another has
+    taken its place, and "removed" if the number of workers is reduced.
+    """
     pid: int | None
-    # Exit status, as "exit code 3" or "signal 9 (SIGKILL)"; "" while it lives.
+    """Id of its process; None for a worker without a process."""
     exit_text: str = ""
-    # Address of its node in a Ray cluster; "" for this machine.
+    """Exit status, as "exit code 3" or "signal 9 (SIGKILL)"; "" while it lives."""
     node: str = ""
-    # Number of the process or thread, among all that the batcher has started since it opened.
+    """Address of its node in a Ray cluster; "" for this machine."""
     worker_id: int = 0
+    """Number of the process or thread, among all that the batcher has started since it opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +186,19 @@ class CacheUsed:
     """
 
     model: str
-    # "coalesced" if it joined the look-up or the computation of an equal input.
+    """Name of the batcher."""
     result: CacheResult
+    """"coalesced" if it joined the look-up or the computation of an equal input."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectionPaused:
     """The garbage collector has paused this process."""
 
-    # 0 is the youngest.
     generation: int
+    """Generation that was collected; 0 is the youngest."""
     seconds: float
+    """Length of the pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +210,19 @@ class ReporterChanged:
     """
 
     model: str
+    """Name of the batcher."""
     is_reporter: bool
+    """Whether this process reports from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedContext:
     """The part of a caller's context that other processes need with `shared`."""
 
-    # Makes the context current while it is entered; it is pickled.
     manager: AbstractContextManager[Any]
-    # Whether the process of this caller may be the one whose observers follow the batch.
+    """Makes the context current while it is entered; it is pickled."""
     is_followed: bool = True
+    """Whether the process of this caller may be the one whose observers follow the batch."""
 
 
 class Observer:
@@ -207,10 +233,11 @@ class Observer:
     reported in the process of its first caller whose context is followed: see `carry_context`.
     """
 
-    # Whether it follows requests and batches, for traces: the events carry the context of each
-    # caller, which costs each call a copy, and every batch is told when it is dispatched (with
-    # `shared`, when it has ended) and, without an answer, when it is lost.
     needs_context = False
+    """Whether it follows requests and batches, for traces: the events carry the context of each
+    caller, which costs each call a copy, and every batch is told when it is dispatched (with
+    `shared`, when it has ended) and, without an answer, when it is lost.
+    """
 
     def batch_dispatched(self, event: BatchDispatched) -> AbstractContextManager[Any] | None:
         """Take note of a batch before it is sent; called if `needs_context` is True.

@@ -9,17 +9,20 @@ from typing import NamedTuple, Protocol, runtime_checkable
 class QueueSummary(NamedTuple):
     """Waiting requests while a worker is free. Durations are in seconds."""
 
-    # Waiting requests, fewer than `max_batch_size`.
     size: int
+    """Waiting requests, fewer than `max_batch_size`."""
     max_batch_size: int
-    # The time that the oldest has waited.
+    """Most requests of a batch."""
     waited: float
-    # The time from now to the target of the oldest, by `max_latency` or its own `timeout`; negative
-    # if it has passed, and infinite without one.
+    """The time that the oldest has waited."""
     until_target: float
-    # Requests that workers have, and workers.
+    """The time from now to the target of the oldest, by `max_latency` or its own `timeout`;
+    negative if it has passed, and infinite without one.
+    """
     running: int
+    """Requests that workers have."""
     workers: int
+    """Ready workers."""
 
 
 class LearnedTimes(Protocol):

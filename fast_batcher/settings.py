@@ -47,46 +47,82 @@ class BatcherOptions(TypedDict, total=False):
     """
 
     start_timeout: float
+    """Time that a worker may take to load the model; then it is killed."""
     stop_timeout: float
+    """Time that a worker may take to end by itself; then it is terminated, and later killed."""
     drain_timeout: float
+    """Time that `aclose()` waits for accepted requests; then the rest fail."""
     idempotent: bool
+    """Whether an input may be computed twice."""
     isolate_errors: bool
+    """Whether a batch for which `infer` raised is divided until the failing inputs are alone."""
     max_restarts: int | None
+    """Most restarts of one worker within `restart_window`."""
     restart_window: float
+    """Time for which a restart counts against `max_restarts`."""
     restart_backoff: float
+    """Time from the first death of a worker to its restart."""
     max_batches_per_worker: int | None
+    """Batches after which a worker is replaced."""
     max_rss_bytes: int | None
+    """Resident memory from which a worker is replaced."""
     max_queue_bytes: int | None
+    """Most bytes of waiting inputs."""
     max_frame_bytes: int
+    """Largest message to or from a worker."""
     max_batch_cost: float | None
+    """Highest cost of a batch."""
     max_request_cost: float | None
+    """Highest cost of an input."""
     cost_is_padded: bool
+    """Whether the cost of a batch is its size times its highest cost, as for padded inputs."""
     max_shared_bytes: int
+    """Most memory that the workers share with this process for large inputs."""
     shared_memory_threshold: int
+    """Smallest buffer of a large batch that reaches the model as a view of shared memory."""
     freeze_gc: bool
+    """Whether each worker leaves its loaded model out of garbage collections."""
     observers: Sequence[Observer]
+    """Observers of batches, requests and workers."""
     shared: bool | str
+    """Whether the processes of a server share one set of workers, in a host process."""
     shared_version: str | None
+    """Text that tells apart processes that must not share."""
     devices: str | Sequence[str] | None
+    """Devices of the workers, which take them in turn; replaces `num_workers`."""
     workers_per_device: int
+    """Workers on each of `devices`."""
     mps: bool
+    """Whether pinned workers share a GPU by NVIDIA MPS."""
     stage_threads: int | None
+    """Threads of each worker for `prepare` and `finish` of the model."""
     enabled: bool
+    """Whether requests share batches."""
     cache: Cache | None
+    """Cache in which outputs are looked up before they are computed."""
     key: Callable[[Any], Hashable] | None
+    """Key of an input for `cache`, hashable."""
     workers: "RemoteWorkers | WorkerKind | None"
+    """Whether workers are processes, threads of this process, or actors of a Ray cluster."""
     stepped: bool
+    """Whether the class that a text names is a `SteppedModel`."""
     max_sessions: int
+    """Most sessions of a worker; the first call of a further one fails with `QueueFullError`."""
 
 
 class Reconfiguration(TypedDict, total=False):
     """Options that `DynBatcher.reconfigure` can change while the batcher runs."""
 
     max_batch_size: int
+    """Most requests in a batch."""
     max_delay: float | None
+    """Longest time for which a batch is held while a worker is free."""
     num_workers: int | tuple[int, int]
+    """Worker processes, each with a copy of the model."""
     max_queue_size: int | None
+    """Most waiting requests; further ones are rejected with `QueueFullError`."""
     max_latency: float | None
+    """Target: time from arrival within which a request should be answered."""
 
 
 class RemoteWorkers:
@@ -99,12 +135,12 @@ class RemoteWorkers:
 class Range:
     """The values of an option, besides None."""
 
-    # Description of the values for people, without the unit.
     text: str
-    # Takes the option's name and a value; raises ConfigurationError if the value is another.
+    """Description of the values for people, without the unit."""
     check: Callable[[str, Any], None]
-    # "seconds", "milliseconds", "bytes" or "".
+    """Takes the option's name and a value; raises ConfigurationError if the value is another."""
     unit: str = ""
+    """"seconds", "milliseconds", "bytes" or ""."""
 
 
 def whole(least: int = 1, most: int | None = None, unit: str = "") -> Range:
@@ -637,18 +673,22 @@ class Option:
     """Description of a setting for documents, files and command lines."""
 
     name: str
-    # Types of a value that can be written as text: int, float, bool, str, list for several texts,
-    # tuple for a range of whole numbers. Empty for objects and functions, which only a program can
-    # give.
+    """Name of the parameter."""
     types: tuple[type, ...]
-    # Whether None is a value: no limit, or the default that `doc` or the documents name.
+    """Types of a value that can be written as text: int, float, bool, str, list for several texts,
+    tuple for a range of whole numbers. Empty for objects and functions, which only a program can
+    give.
+    """
     is_optional: bool
+    """Whether None is a value: no limit, or the default that `doc` or the documents name."""
     range: Range
+    """Values that it takes, besides None."""
     default: Any
-    # One line for people, in Markdown.
+    """Value without an argument."""
     doc: str
-    # Whether `DynBatcher.reconfigure` can change it while the batcher runs.
+    """One line for people, in Markdown."""
     is_live: bool
+    """Whether `DynBatcher.reconfigure` can change it while the batcher runs."""
 
     def __str__(self) -> str:
         """Describe the unit and the range."""
@@ -689,8 +729,9 @@ class SettingValue(NamedTuple):
     """The value of an option in use, and its source."""
 
     value: Any
-    # "code", "default", "reconfigure", an environment variable, or a file and the place in it.
+    """The value in use."""
     source: str
+    """"code", "default", "reconfigure", an environment variable, or a file and the place in it."""
 
 
 # Options that have no effect with a kind of model, and the remedy for each.

@@ -21,82 +21,114 @@ class BatcherStats:
     running`.
     """
 
-    # "new", "opening", "open", "draining", "closed" or "broken".
     state: str
-    # Workers that can take a batch, out of `num_workers`; these change with `reconfigure`, and with
-    # the load if the setting is a range.
+    """"new", "opening", "open", "draining", "closed" or "broken"."""
     workers_ready: int
+    """Workers that can take a batch."""
     num_workers: int
-    # Requests in the queue, and requests on workers whose callers still wait.
+    """Workers that there should be; changes with `reconfigure`, and with the load if the setting is
+    a range.
+    """
     waiting: int
+    """Requests in the queue."""
     running: int
-    # Requests accepted into the queue since construction, and those of them that have ended.
+    """Requests on workers whose callers still wait."""
     submitted: int
+    """Requests accepted into the queue."""
     completed: int
+    """Requests that were answered."""
     failed: int
+    """Requests that failed for a cause without a count of its own."""
     expired: int
+    """Requests whose deadline passed."""
     cancelled: int
-    # Requests rejected before they were queued; `submitted` does not include them.
+    """Requests whose callers left."""
     rejected: int
-    # Batches sent; by size; by reason of dispatch (see `Release`). The batches of a `SteppedModel`
-    # are its steps, and their size is the number of chunks.
+    """Requests rejected before they were queued; `submitted` does not include them."""
     batches: int
+    """Batches sent. Those of a `SteppedModel` are its steps."""
     batch_sizes: dict[int, int]
+    """Batches by their number of requests. The size of a step is its number of chunks."""
     releases: dict[str, int]
-    # Workers that were replaced, after their death or because they were due to be recycled; not
-    # the workers that `reload` replaces.
+    """Batches by the reason of their dispatch: "full", "idle", "hold", "window", "deadline",
+    "drain" or "retry".
+    """
     restarts: int
-    # Successful calls of `reload`: the generation of the model's arguments, from 0.
+    """Workers that were replaced, after their death or because they were due to be recycled; not
+    the workers that `reload` replaces.
+    """
     generation: int
-    # Quantiles over recent answered batches, None before the first: seconds from a request's
-    # arrival until its worker begins with its batch, and seconds of a batch in `infer`. The latency
-    # of a request is their sum plus the transport in both directions. With a `SteppedModel` they
-    # are the seconds until a stream has a place, and those of a step.
+    """Successful calls of `reload`: the generation of the model's arguments, from 0."""
     queue_wait_p50: float | None
+    """Median of the seconds from a request's arrival until its worker begins with its batch, over
+    recent answered batches; None before the first. With a `SteppedModel` until a stream has a
+    place. The latency of a request is this and the time of its batch, plus the transport in both
+    directions.
+    """
     queue_wait_p95: float | None
+    """95 % quantile of the same seconds."""
     infer_p50: float | None
+    """Median of the seconds of a batch in `infer`, over recent answered batches; None before the
+    first. With a `SteppedModel` those of a step.
+    """
     infer_p95: float | None
-    # Calls whose output was in the `cache`, and calls whose output was not; and calls that joined
-    # the look-up or computation of an equal input, which count as neither. A hit is no request.
+    """95 % quantile of the same seconds."""
     cache_hits: int = 0
+    """Calls whose output was in the `cache`. A hit is no request."""
     cache_misses: int = 0
+    """Calls whose output was not in the `cache`."""
     cache_coalesced: int = 0
-    # Inputs that wait for an asynchronous cache now.
+    """Calls that joined the look-up or computation of an equal input, and count neither as hit nor
+    miss.
+    """
     cache_lookups: int = 0
-    # Requests that the model has refused with an `InputError`.
+    """Inputs that wait for an asynchronous cache now."""
     refused: int = 0
-    # Batches whose error no caller has got, because the callers had left: their requests had
-    # expired or were cancelled, and count as such.
+    """Requests that the model has refused with an `InputError`."""
     late_errors: int = 0
-    # Share of the computation that was filling, 0 to 1, since the batcher was opened. With a
-    # `collation` that pads or has `allowed_batch_sizes` it is the share of the elements of all
-    # batches; else that of their cost: inputs are padded to the longest of their batch, and batches
-    # are filled up to an allowed size. 0 without any of these, and where costs are summed.
+    """Batches whose error no caller has got, because the callers had left: their requests had
+    expired or were cancelled, and count as such.
+    """
     padding: float = 0.0
-    # Whether this process reports the batcher to observers. With `shared` one server process
-    # reports for all of them; see `observing.ReporterChanged`.
+    """Share of the computation that was filling, 0 to 1, since the batcher was opened. With a
+    `collation` that pads or has `allowed_batch_sizes` it is the share of the elements of all
+    batches; else that of their cost: inputs are padded to the longest of their batch, and batches
+    are filled up to an allowed size. 0 without any of these, and where costs are summed.
+    """
     is_reporter: bool = True
-    # Predicted seconds in which the ready workers answer all requests that wait and run; 0.0 if
-    # there are none. None before the first measured batch, and under the policies "greedy" and
-    # "fixed" unless a setting needs predictions: a `cost`, a `max_latency`, a range of workers. Of
-    # a `SteppedModel`: seconds until the next stream has a place.
+    """Whether this process reports the batcher to observers. With `shared` one server process
+    reports for all of them; see `observing.ReporterChanged`.
+    """
     backlog: float | None = None
-    # The figures of a `SteppedModel`, else None and 0: places for streams, `max_batch_size` in each
-    # ready worker; streams that have a place; and chunks that the workers have sent.
+    """Predicted seconds in which the ready workers answer all requests that wait and run; 0.0 if
+    there are none. None before the first measured batch, and under the policies "greedy" and
+    "fixed" unless a setting needs predictions: a `cost`, a `max_latency`, a range of workers. Of a
+    `SteppedModel`: seconds until the next stream has a place.
+    """
     places: int | None = None
+    """Places for streams: `max_batch_size` in each ready worker. None without a `SteppedModel`."""
     live_streams: int = 0
+    """Streams of a `SteppedModel` that have a place."""
     chunks: int = 0
-    # Live sessions of a `SessionModel`.
+    """Chunks that the workers of a `SteppedModel` have sent."""
     sessions: int = 0
-    # Quantiles, None before the first: seconds from the arrival of a stream until its first chunk,
-    # over recent streams; and seconds between two chunks of a stream, over recent steps.
+    """Live sessions of a `SessionModel`."""
     first_chunk_p50: float | None = None
+    """Median of the seconds from the arrival of a stream until its first chunk, over recent
+    streams; None before the first.
+    """
     first_chunk_p95: float | None = None
+    """95 % quantile of the same seconds."""
     chunk_gap_p50: float | None = None
+    """Median of the seconds between two chunks of a stream, over recent steps; None before the
+    first.
+    """
     chunk_gap_p95: float | None = None
-    # Bytes that PyTorch has reserved on the GPU, by the index of the worker; only of processes of
-    # this machine that use one. Up to a second old, five where the worker is idle.
+    """95 % quantile of the same seconds."""
     gpu_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes that PyTorch has reserved on the GPU, by the index of the worker; only of processes of
+    this machine that use one. Up to a second old, five where the worker is idle.
+    """
 
     @property
     def mean_batch_size(self) -> float:
@@ -139,31 +171,38 @@ _PHRASES: dict[Cause, str] = {
 class Explanation:
     """Explanation of the size of recent batches; `str` gives it in sentences."""
 
-    # Batches that it is about, at most 1024, and the seconds from the first to the last.
     batches: int = 0
+    """Batches that it is about, at most 1024."""
     seconds: float = 0.0
+    """Seconds from the first of these batches to the last."""
     requests_per_second: float = 0.0
+    """Requests that were answered per second."""
     mean_batch_size: float = 0.0
-    # Share of the workers' time in which they had a batch, 0 to 1. No measure of the load: the
-    # adaptive policy keeps workers busy with smaller batches.
+    """Requests per batch."""
     busy: float = 0.0
-    # Requests per second with full batches, predicted from the measured times; None if unknown.
+    """Share of the workers' time in which they had a batch, 0 to 1. No measure of the load: the
+    adaptive policy keeps workers busy with smaller batches.
+    """
     capacity: float | None = None
-    # Limit of the batch size for most requests.
+    """Requests per second with full batches, predicted from the measured times; None if unknown."""
     cause: Cause = "no data"
-    # Share of the requests whose batches had this limit, 0 to 1.
+    """Limit of the batch size for most requests."""
     cause_share: float = 0.0
-    # Setting that would change the limit, and its predicted gain.
+    """Share of the requests whose batches had this limit, 0 to 1."""
     advice: str = ""
-    # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
-    # quantile, by size.
+    """Setting that would change the limit, and its predicted gain."""
     service_times: Sequence[tuple[float, float, float]] = ()
-    # The allowed batch sizes of the model, from the smallest on; empty if it takes any size.
+    """Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
+    quantile, by size.
+    """
     allowed_batch_sizes: Sequence[int] = ()
-    # The places of a worker, and the median seconds for which streams waited for one. None unless
-    # the model is a `SteppedModel`, whose batches are its steps and whose requests are chunks.
+    """The allowed batch sizes of the model, from the smallest on; empty if it takes any size."""
     places: int | None = None
+    """Places of a worker; None unless the model is a `SteppedModel`, whose batches are its steps
+    and whose requests are chunks.
+    """
     place_wait: float = 0.0
+    """Median of the seconds for which streams waited for a place."""
 
     @property
     def load(self) -> float | None:

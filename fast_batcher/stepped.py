@@ -85,9 +85,10 @@ class SteppedModel(InferenceModel[InputT, list[ChunkT]], Generic[InputT, ChunkT]
     place is free, and its place is free as soon as it is done, or its caller has gone.
     """
 
-    # False lets newcomers wait until all running streams have ended, for a model whose batch cannot
-    # change while it runs.
     joins_running: bool = True
+    """False lets newcomers wait until all running streams have ended, for a model whose batch
+    cannot change while it runs.
+    """
 
     @abstractmethod
     def join(self, inputs: list[InputT]) -> Sequence[Any]:

@@ -65,14 +65,15 @@ _LONG = 86_400.0
 class FormedBatch:
     """A batch that a batcher has sent to a worker."""
 
-    # Name of the batcher.
     batcher: str
-    # The inputs, as the callers gave them.
+    """Name of the batcher."""
     inputs: list[Any]
-    # Name of the model's method.
+    """The inputs, as the callers gave them."""
     method: str
-    # Reason for which it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry".
+    """Name of the model's method."""
     reason: str
+    """Reason for which it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry".
+    """
 
 
 @dataclass

@@ -27,11 +27,17 @@ class CacheStats:
     """Counts the operations of a cache, in the fields that `batched` has. Times are seconds."""
 
     gets: int = 0
+    """Look-ups."""
     hits: int = 0
+    """Look-ups that found an output."""
     sets: int = 0
+    """Outputs that were stored."""
     total_get_time: float = 0.0
+    """Seconds of all look-ups."""
     total_hit_time: float = 0.0
+    """Seconds of the look-ups that found an output."""
     total_set_time: float = 0.0
+    """Seconds of all stores."""
 
     @property
     def avg_get_time(self) -> float:
@@ -66,20 +72,20 @@ class CacheStats:
 class BatchProcessorStats:
     """Statistics of a decorated function since its first call or the last `clear_stats()`."""
 
-    # Items waiting for a batch now.
     queue_size: int = 0
-    # Items passed to the function; an item that is retried after a failure counts again.
+    """Items waiting for a batch now."""
     total_processed: int = 0
-    # Calls of the function.
+    """Items passed to the function; an item that is retried after a failure counts again."""
     total_batches: int = 0
-    # Items per call of the function; 0.0 before the first.
+    """Calls of the function."""
     avg_batch_size: float = 0.0
-    # Seconds per call of the function; 0.0 before the first.
+    """Items per call of the function; 0.0 before the first."""
     avg_processing_time: float = 0.0
-    # The result of the cache's own `stats()`; None without a cache.
+    """Seconds per call of the function; 0.0 before the first."""
     cache_stats: Any = None
-    # Calls of the function whose error no caller has got, because the callers had left.
+    """The result of the cache's own `stats()`; None without a cache."""
     late_errors: int = 0
+    """Calls of the function whose error no caller has got, because the callers had left."""
 
 
 class Rows(Protocol):

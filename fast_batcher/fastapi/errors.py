@@ -44,19 +44,20 @@ KEPT_PER_CODE = 5
 class RecentError(NamedTuple):
     """Equal error answers: of one status, code, class and route."""
 
-    # `time.monotonic` of the latest answer.
     at: float
+    """`time.monotonic` of the latest answer."""
     status: int
-    # The `code` of the answer's body.
+    """HTTP status of the answers."""
     code: str
-    # The id of the latest answer.
+    """The `code` of the answer's body."""
     error_id: str
-    # Name of the error's class; of the raised class if the model raised.
+    """The id of the latest answer."""
     kind: str
-    # Path of the route, with the names of its parameters instead of their values.
+    """Name of the error's class; of the raised class if the model raised."""
     route: str
-    # Answers since the start, or since the group was dropped for newer ones.
+    """Path of the route, with the names of its parameters instead of their values."""
     answers: int
+    """Answers since the start, or since the group was dropped for newer ones."""
 
 
 class RecentErrors:
@@ -111,10 +112,13 @@ class HttpAnswer(NamedTuple):
     """HTTP answer to an error; `detail` replaces a message that must stay on the server."""
 
     status: int
+    """HTTP status."""
     code: str
+    """Name of the error for programs."""
     detail: str | None = None
-    # Whether the same request may succeed later; then the answer has a `Retry-After`.
+    """Sentence for people; None for that of the error."""
     may_pass_later: bool = True
+    """Whether the same request may succeed later; then the answer has a `Retry-After`."""
 
 
 # The one table; the most derived class with a row counts.

@@ -1,14 +1,18 @@
 """Public interface: names, import paths, signatures, docstrings and types."""
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import shutil
 import sys
 import tomllib
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +162,39 @@ def test_each_option_is_complete() -> None:
     assert (devices.types, devices.is_optional, devices.default) == ((str, list), True, None)
     assert OPTIONS["timeout"].types == (float,)
     assert str(OPTIONS["timeout"]) == "seconds, more than 0, or None"
+
+
+def list_fields(path: Path) -> Iterator[tuple[str, str, str]]:
+    """List the public classes, fields and docstrings below them of a module."""
+    tree = ast.parse(path.read_text())
+    for cls in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
+        for node, below in pairwise([*cls.body, None]):
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            doc = ""
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                doc = str(below.value.value)
+            if not cls.name.startswith("_") and not node.target.id.startswith("_"):
+                yield cls.name, node.target.id, " ".join(doc.split())
+
+
+# Modules whose classes readers meet, and classes that they do not.
+READ = ("stats", "observing", "policy", "types", "testing", "settings", "fastapi/errors")
+NOT_READ = ("Settings", "RemoteWorkers", "ErrorBody")
+
+
+@pytest.mark.parametrize("module", READ)
+def test_each_field_has_a_docstring(module: str) -> None:
+    """Hover and reference show what is below a field, and no comment above it."""
+    fields = list_fields(Path(fast_batcher.__path__[0], f"{module}.py"))
+    assert [at for *at, doc in fields if at[0] not in NOT_READ and not doc] == []
+
+
+def test_the_hover_of_an_option_is_its_text() -> None:
+    fields = [*list_fields(Path(fast_batcher.__path__[0], "settings.py"))]
+    shown = {name: doc for cls, name, doc in fields if cls in ("BatcherOptions", "Reconfiguration")}
+    for name, doc in shown.items():
+        assert doc == re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", OPTIONS[name].doc), name
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ BUDGETS = {
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
     # rules of the user's; 213 for shares; 129 for batches that are joined end to end; 24 for
     # the count of filled elements, which the worker alone knows; 46 for a scheduler whose parts no
-    # shell reaches, so that no event forgets the timer, and for memory that is used again; 313 for
+    # shell reaches, so that no event forgets the timer, and for memory that is used again; 324 for
     # pairs of abilities that were wrong together: deadlines behind caches and sessions, closing
     # beside reloading, scaling beside streams and sessions, threads, and options without effect.
-    "core": ("", 19_505),
+    "core": ("", 19_516),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -90,14 +90,13 @@ def modules_imported(name: str) -> set[str]:
 
 
 def count_code(name: str) -> int:
-    """Count the lines of code of a module."""
+    """Count the lines of code of a module, without docstrings; fields have some, too."""
     lines = SOURCES[name].read_text().splitlines()
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(TREES[name]):
-        if isinstance(node, documented) and ast.get_docstring(node) is not None:
-            text = node.body[0]
-            for number in range(text.lineno, (text.end_lineno or text.lineno) + 1):
-                lines[number - 1] = ""
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                    lines[number - 1] = ""
     return sum(not line.lstrip().startswith("#") for line in lines if line.strip())
 
 
