@@ -46,12 +46,40 @@ class BatcherOptions(TypedDict, total=False):
     `OPTIONS` and docs/settings.md describe each.
     """
 
+    max_batch_cost: float | None
+    """Highest cost of a batch."""
+    max_request_cost: float | None
+    """Highest cost of an input."""
+    cost_is_padded: bool
+    """Whether the cost of a batch is its size times its highest cost, as for padded inputs."""
+    enabled: bool
+    """Whether requests share batches."""
+    devices: str | Sequence[str] | None
+    """Devices of the workers, which take them in turn; replaces `num_workers`."""
+    workers_per_device: int
+    """Workers on each of `devices`."""
+    mps: bool
+    """Whether pinned workers share a GPU by NVIDIA MPS."""
+    workers: "RemoteWorkers | WorkerKind | None"
+    """Whether workers are processes, threads of this process, or actors of a Ray cluster."""
+    shared: bool | str
+    """Whether the processes of a server share one set of workers, in a host process."""
+    shared_version: str | None
+    """Text that tells apart processes that must not share."""
+    stage_threads: int | None
+    """Threads of each worker for `prepare` and `finish` of the model."""
+    stepped: bool
+    """Whether the class that a text names is a `SteppedModel`."""
+    max_sessions: int
+    """Most sessions of a worker; the first call of a further one fails with `QueueFullError`."""
     start_timeout: float
     """Time that a worker may take to load the model; then it is killed."""
-    stop_timeout: float
-    """Time that a worker may take to end by itself; then it is terminated, and later killed."""
     drain_timeout: float
     """Time that `aclose()` waits for accepted requests; then the rest fail."""
+    stop_timeout: float
+    """Time that a worker may take to end by itself; then it is terminated, and later killed."""
+    max_queue_bytes: int | None
+    """Most bytes of waiting inputs."""
     idempotent: bool
     """Whether an input may be computed twice."""
     isolate_errors: bool
@@ -66,48 +94,20 @@ class BatcherOptions(TypedDict, total=False):
     """Batches after which a worker is replaced."""
     max_rss_bytes: int | None
     """Resident memory from which a worker is replaced."""
-    max_queue_bytes: int | None
-    """Most bytes of waiting inputs."""
+    cache: Cache | None
+    """Cache in which outputs are looked up before they are computed."""
+    key: Callable[[Any], Hashable] | None
+    """Key of an input for `cache`, hashable."""
+    observers: Sequence[Observer]
+    """Observers of batches, requests and workers."""
     max_frame_bytes: int
     """Largest message to or from a worker."""
-    max_batch_cost: float | None
-    """Highest cost of a batch."""
-    max_request_cost: float | None
-    """Highest cost of an input."""
-    cost_is_padded: bool
-    """Whether the cost of a batch is its size times its highest cost, as for padded inputs."""
     max_shared_bytes: int
     """Most memory that the workers share with this process for large inputs."""
     shared_memory_threshold: int
     """Smallest buffer of a large batch that reaches the model as a view of shared memory."""
     freeze_gc: bool
     """Whether each worker leaves its loaded model out of garbage collections."""
-    observers: Sequence[Observer]
-    """Observers of batches, requests and workers."""
-    shared: bool | str
-    """Whether the processes of a server share one set of workers, in a host process."""
-    shared_version: str | None
-    """Text that tells apart processes that must not share."""
-    devices: str | Sequence[str] | None
-    """Devices of the workers, which take them in turn; replaces `num_workers`."""
-    workers_per_device: int
-    """Workers on each of `devices`."""
-    mps: bool
-    """Whether pinned workers share a GPU by NVIDIA MPS."""
-    stage_threads: int | None
-    """Threads of each worker for `prepare` and `finish` of the model."""
-    enabled: bool
-    """Whether requests share batches."""
-    cache: Cache | None
-    """Cache in which outputs are looked up before they are computed."""
-    key: Callable[[Any], Hashable] | None
-    """Key of an input for `cache`, hashable."""
-    workers: "RemoteWorkers | WorkerKind | None"
-    """Whether workers are processes, threads of this process, or actors of a Ray cluster."""
-    stepped: bool
-    """Whether the class that a text names is a `SteppedModel`."""
-    max_sessions: int
-    """Most sessions of a worker; the first call of a further one fails with `QueueFullError`."""
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -428,20 +428,63 @@ class Settings:
         "Key of an input; only inputs with equal keys share a batch.",
     ] = None
     # The options of `BatcherOptions` begin here.
+    max_batch_cost: Annotated[float | None, COST_LIMIT, "Highest cost of a batch."] = None
+    max_request_cost: Annotated[float | None, COST_LIMIT, "Highest cost of an input."] = None
+    cost_is_padded: Annotated[
+        bool,
+        SWITCH,
+        "Whether the cost of a batch is its size times its highest cost, as for padded inputs.",
+    ] = True
+    enabled: Annotated[bool, SWITCH, "Whether requests share batches."] = True
+    # The checks replace it by a list of names, and `num_workers` by the workers on these devices.
+    devices: Annotated[
+        str | Sequence[str] | None,
+        Range('`"auto"`, a device, or a list of devices', check_devices),
+        "Devices of the workers, which take them in turn; replaces `num_workers`.",
+    ] = None
+    workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
+    mps: Annotated[bool, SWITCH, "Whether pinned workers share a GPU by NVIDIA MPS."] = False
+    workers: Annotated[
+        RemoteWorkers | WorkerKind | None,
+        Range('`"processes"`, `"threads"` or `RayWorkers`', _check_workers),
+        "Whether workers are processes, threads of this process, or actors of a Ray cluster.",
+    ] = None
+    shared: Annotated[
+        bool | str,
+        Range("True, False or a name", _check_shared),
+        "Whether the processes of a server share one set of workers, in a host process.",
+    ] = False
+    shared_version: Annotated[
+        str | None, LABEL, "Text that tells apart processes that must not share."
+    ] = None
+    stage_threads: Annotated[
+        int | None,
+        WORKERS,
+        "Threads of each worker for `prepare` and `finish` of the model.",
+    ] = None
+    stepped: Annotated[bool, SWITCH, "Whether the class that a text names is a `SteppedModel`."] = (
+        False
+    )
+    max_sessions: Annotated[
+        int,
+        COUNT,
+        "Most sessions of a worker; the first call of a further one fails with `QueueFullError`.",
+    ] = MAX_SESSIONS
     start_timeout: Annotated[
         float, SECONDS, "Time that a worker may take to load the model; then it is killed."
     ] = 300.0
-    stop_timeout: Annotated[
-        float,
-        SECONDS_OR_ZERO,
-        "Time that a worker may take to end by itself; then it is terminated, and later killed.",
-    ] = 2.0
     # The default is below the 30 s that Kubernetes gives a pod.
     drain_timeout: Annotated[
         float,
         SECONDS_OR_ZERO,
         "Time that `aclose()` waits for accepted requests; then the rest fail.",
     ] = 20.0
+    stop_timeout: Annotated[
+        float,
+        SECONDS_OR_ZERO,
+        "Time that a worker may take to end by itself; then it is terminated, and later killed.",
+    ] = 2.0
+    max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
     idempotent: Annotated[bool, SWITCH, "Whether an input may be computed twice."] = True
     isolate_errors: Annotated[
         bool,
@@ -465,18 +508,19 @@ class Settings:
         Range(BYTES.text, _check_rss, "bytes"),
         "Resident memory from which a worker is replaced.",
     ] = None
-    max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
+    cache: Annotated[
+        Cache | None, CACHE, "Cache in which outputs are looked up before they are computed."
+    ] = None
+    key: Annotated[
+        Callable[[Any], Hashable] | None, FUNCTION, "Key of an input for `cache`, hashable."
+    ] = None
+    observers: Annotated[
+        Sequence[Observer], OBSERVERS, "Observers of batches, requests and workers."
+    ] = ()
     # The minimum leaves room for an error with text and traceback (64 Ki characters each).
     max_frame_bytes: Annotated[
         int, whole(2**20, unit="bytes"), "Largest message to or from a worker."
     ] = MAX_FRAME_BYTES
-    max_batch_cost: Annotated[float | None, COST_LIMIT, "Highest cost of a batch."] = None
-    max_request_cost: Annotated[float | None, COST_LIMIT, "Highest cost of an input."] = None
-    cost_is_padded: Annotated[
-        bool,
-        SWITCH,
-        "Whether the cost of a batch is its size times its highest cost, as for padded inputs.",
-    ] = True
     # Two batches, the most that a worker has at once, of the default `max_frame_bytes`. No file can
     # be longer than `sys.maxsize`.
     max_shared_bytes: Annotated[
@@ -494,50 +538,6 @@ class Settings:
     freeze_gc: Annotated[
         bool, SWITCH, "Whether each worker leaves its loaded model out of garbage collections."
     ] = True
-    observers: Annotated[
-        Sequence[Observer], OBSERVERS, "Observers of batches, requests and workers."
-    ] = ()
-    shared: Annotated[
-        bool | str,
-        Range("True, False or a name", _check_shared),
-        "Whether the processes of a server share one set of workers, in a host process.",
-    ] = False
-    shared_version: Annotated[
-        str | None, LABEL, "Text that tells apart processes that must not share."
-    ] = None
-    # The checks replace it by a list of names, and `num_workers` by the workers on these devices.
-    devices: Annotated[
-        str | Sequence[str] | None,
-        Range('`"auto"`, a device, or a list of devices', check_devices),
-        "Devices of the workers, which take them in turn; replaces `num_workers`.",
-    ] = None
-    workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
-    mps: Annotated[bool, SWITCH, "Whether pinned workers share a GPU by NVIDIA MPS."] = False
-    stage_threads: Annotated[
-        int | None,
-        WORKERS,
-        "Threads of each worker for `prepare` and `finish` of the model.",
-    ] = None
-    enabled: Annotated[bool, SWITCH, "Whether requests share batches."] = True
-    cache: Annotated[
-        Cache | None, CACHE, "Cache in which outputs are looked up before they are computed."
-    ] = None
-    key: Annotated[
-        Callable[[Any], Hashable] | None, FUNCTION, "Key of an input for `cache`, hashable."
-    ] = None
-    workers: Annotated[
-        RemoteWorkers | WorkerKind | None,
-        Range('`"processes"`, `"threads"` or `RayWorkers`', _check_workers),
-        "Whether workers are processes, threads of this process, or actors of a Ray cluster.",
-    ] = None
-    stepped: Annotated[bool, SWITCH, "Whether the class that a text names is a `SteppedModel`."] = (
-        False
-    )
-    max_sessions: Annotated[
-        int,
-        COUNT,
-        "Most sessions of a worker; the first call of a further one fails with `QueueFullError`.",
-    ] = MAX_SESSIONS
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""

@@ -23,7 +23,14 @@ import fast_batcher
 from fast_batcher import BatcherStats, DynBatcher, InferenceModel, aio, errors, inference, types
 from fast_batcher._local.function import DecoratorSettings
 from fast_batcher.errors import BatcherError
-from fast_batcher.settings import OPTIONS, Option, Reconfiguration, Settings, show_bytes
+from fast_batcher.settings import (
+    OPTIONS,
+    BatcherOptions,
+    Option,
+    Reconfiguration,
+    Settings,
+    show_bytes,
+)
 
 NAMES = [
     *("BatchSession", "BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
@@ -144,7 +151,7 @@ def test_settings_table_lists_all_options() -> None:
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     own = {"`model`", "`model_args`", "`model_kwargs`"}
     found = {name.strip("`"): rest for name, *rest in rows if name not in own}
-    assert sorted(found) == sorted(OPTIONS)
+    assert list(found) == list(OPTIONS)
     for name, (default, values, meaning) in found.items():
         option = OPTIONS[name]
         assert (default, values) == (default_in_documents(option), str(option)), name
@@ -153,6 +160,9 @@ def test_settings_table_lists_all_options() -> None:
 
 def test_each_option_is_complete() -> None:
     assert list(OPTIONS) == list(Settings.__annotations__)
+    # Code, hover and page have one order.
+    signature = [*inspect.signature(DynBatcher).parameters, *BatcherOptions.__annotations__]
+    assert [name for name in signature if name in OPTIONS] == list(OPTIONS)
     assert {name for name, option in OPTIONS.items() if option.is_live} == {
         *Reconfiguration.__annotations__
     }

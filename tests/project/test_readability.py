@@ -93,10 +93,10 @@ def count_code(name: str) -> int:
     """Count the lines of code of a module, without docstrings; fields have some, too."""
     lines = SOURCES[name].read_text().splitlines()
     for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                    lines[number - 1] = ""
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            lines[number - 1] = ""
     return sum(not line.lstrip().startswith("#") for line in lines if line.strip())
 
 
