@@ -62,7 +62,7 @@ from fast_batcher._parent.staging import (
     StagedInput,
 )
 from fast_batcher._process import after_fork_in_child, monotonic
-from fast_batcher._session.ledger import Ledger, set_exception
+from fast_batcher._session.ledger import Ledger, set_exception, set_result
 from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, timeout_of
 from fast_batcher._session.session import Session
@@ -431,13 +431,10 @@ class RemoteSession(Session):
             if request is None or not settle(request):
                 continue
             outcome = packed if read is None else read(packed)
-            try:
-                if type(outcome) is Failure:
-                    set_exception(request, outcome.error)
-                else:
-                    request.caller.set_result(outcome)
-            except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
-                pass
+            if type(outcome) is Failure:
+                set_exception(request, outcome.error)
+            else:
+                set_result(request, outcome)
         if self._drained is not None:
             self._notice_drained()
 

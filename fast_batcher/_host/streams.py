@@ -22,6 +22,7 @@ from fast_batcher._host.protocol import (
     unpack_failure,
 )
 from fast_batcher._parent.sending import decode
+from fast_batcher._session.ledger import set_result
 from fast_batcher._session.streams import ChunkQueue, ChunkSink
 from fast_batcher._transport.channels import HostKind
 from fast_batcher._transport.pickling import dumps
@@ -143,7 +144,7 @@ class RemoteStreams:
         chunks = self._whole.pop(request, [])
         if packed is not None:
             return unpack_failure(packed)
-        request.caller.set_result(chunks)
+        set_result(request, chunks)
         return None
 
     def _note_read(self, request_id: int, _: bool) -> None:

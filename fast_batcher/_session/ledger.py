@@ -295,6 +295,15 @@ def _outcome_of(error: BaseException) -> Outcome:
     return "refused" if isinstance(error, InputError) else "failed"
 
 
+def set_result(request: Request, outcome: Any) -> bool:
+    """Give one caller an answer; return False if the caller has gone in this turn of the loop."""
+    try:
+        request.caller.set_result(outcome)
+    except GONE:
+        return False
+    return True
+
+
 def set_exception(request: Request, error: BaseException) -> bool:
     """Give one caller an error; return False if the caller has gone."""
     if request.staged is not None:  # a task that never runs again keeps the request

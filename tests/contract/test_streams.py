@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models.base import Echo
 from models.ordinary import Slow
 from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
-from sessions import PLACES, every_place, host_of, session_of
+from sessions import PLACES, block_until_host_answers, every_place, host_of, session_of
 from streams import read, whole
 from waits import LIMIT, SOON_IN_WORKER, assert_balance, both_loops, one_loop, outcome, turns, until
 
@@ -883,6 +884,30 @@ async def test_random_schedules(kind: Any, model: Any) -> None:
             await until(lambda: batcher.stats.running == 0)
             assert await live(batcher) == 0
             assert_balance(batcher)
+
+
+# Asyncio runs a callback that is due before it reads a socket, uvloop may do the reverse.
+@pytest.mark.parametrize(
+    "anyio_backend", [("asyncio", {"use_uvloop": False})], ids=["asyncio"], indirect=True
+)
+@pytest.mark.parametrize("model", [Counter, Echo], ids=["stepped", "ordinary"])
+async def test_a_caller_may_leave_in_the_turn_in_which_the_host_answers(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(model, shared=True) as batcher:
+        value = Plan("first", 1) if model is Counter else 0
+        await batcher.process_batched(value)
+        pid = host_of(batcher)
+        call = asyncio.create_task(batcher.process_batched(value))
+        await turns()
+        block_until_host_answers(batcher)
+        # The loop runs it before it reads what the host has sent.
+        asyncio.get_running_loop().call_soon(call.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await batcher.process_batched(value)
+        assert host_of(batcher) == pid
+    assert "protocol" not in caplog.text
 
 
 @one_loop

@@ -1,6 +1,7 @@
 """Access to the inside of a batcher, and batchers with both kinds of sessions."""
 
 import functools
+import select
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from shared_hosts import join_reapers
+from waits import LIMIT
 
 from fast_batcher import DynBatcher
 from fast_batcher._host.client import RemoteSession
@@ -40,6 +42,15 @@ def host_of(batcher: DynBatcher[Any, Any]) -> int:
     pid = batcher._session._link.pid
     assert pid is not None
     return pid
+
+
+def block_until_host_answers(batcher: DynBatcher[Any, Any]) -> None:
+    """Block the event loop until the next bytes of the host are there."""
+    assert isinstance(batcher._session, RemoteSession)
+    channel = batcher._session._link._channel
+    assert channel is not None
+    found, _, _ = select.select([channel._source], [], [], LIMIT)
+    assert found
 
 
 def pids_of(batcher: DynBatcher[Any, Any]) -> list[int]:
