@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import FastAPI, Query, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, Header, Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, ValidationError
-from starlette.responses import FileResponse, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from examples.streams.decoder import CHARACTERS, LONGEST, Decoder, Prompt
 from fast_batcher import BatcherError, DynBatcher, Stream
@@ -73,8 +73,12 @@ async def write_text(asked: Asked) -> StreamingResponse:
 
 
 @app.get("/events", **endpoint)  # type: ignore[arg-type]
-async def write_events(asked: Asked) -> StreamingResponse:
+async def write_events(
+    asked: Asked, last_event_id: Annotated[str | None, Header()] = None
+) -> Response:
     """Write as server-sent events; an error after the first character is an event, too."""
+    if last_event_id is not None:  # a browser asks again after the end, unless it gets a 204
+        return Response(status_code=204)
     stream = await batcher.stream(asked.as_prompt())
     return StreamingResponse(to_events(stream), media_type="text/event-stream")
 
@@ -82,11 +86,12 @@ async def write_events(asked: Asked) -> StreamingResponse:
 async def to_events(stream: Stream[str]) -> AsyncIterator[str]:
     """Make an event of each character, and one of the end."""
     async with stream:
+        yield "id: 0\n\n"  # what a browser sends when it asks again
         try:
             async for character in stream:
                 yield f"data: {json.dumps(character)}\n\n"
         except BatcherError as error:
-            yield f"event: error\ndata: {json.dumps(type(error).__name__)}\n\n"
+            yield f"event: failed\ndata: {json.dumps(type(error).__name__)}\n\n"
         else:
             yield "event: end\ndata:\n\n"
 

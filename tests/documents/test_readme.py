@@ -122,7 +122,7 @@ def test_the_first_command_serves_the_first_program() -> None:
 # A path of some apps, and the text of the answer.
 ANSWERS = {
     "chain:app": ("/shout-words/hello-world", '["HELLO!","WORLD!"]'),
-    "chunks:app": ("/events/ab", "data: a\n\ndata: b\n\n"),
+    "chunks:app": ("/events/ab", 'id: 0\n\ndata: "a"\n\ndata: "b"\n\n'),
 }
 
 

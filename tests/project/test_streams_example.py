@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx2
 import pytest
@@ -57,9 +58,28 @@ def test_characters_are_sent_as_plain_text(address: str, written: str) -> None:
 def test_characters_are_sent_as_events(address: str, written: str) -> None:
     answer = httpx2.get(f"{address}/events", params=ASKED, timeout=LIMIT)
     assert answer.headers["Content-Type"].startswith("text/event-stream")
-    *events, end, rest = answer.text.split("\n\n")
+    begin, *events, end, rest = answer.text.split("\n\n")
     assert "".join(json.loads(event.removeprefix("data: ")) for event in events) == written
-    assert (end, rest) == ("event: end\ndata:", "")
+    assert (begin, end, rest) == ("id: 0", "event: end\ndata:", "")
+
+
+def test_a_browser_reads_the_events_once(address: str, written: str, browser: Any) -> None:
+    """It asks again after the end, and no further time."""
+    page = browser.new_page()
+    page.set_default_timeout(1000 * LIMIT)
+    page.goto(f"{address}/openapi.json")
+    opened, read = page.evaluate(
+        """path => new Promise(done => {
+            let opened = 0, read = "";
+            const source = new EventSource(path);
+            source.onopen = () => opened++;
+            source.onmessage = event => read += JSON.parse(event.data);
+            source.onerror = () => source.readyState == 2 && done([opened, read]);
+        })""",
+        "/events?" + urlencode(ASKED),
+    )
+    assert (opened, read) == (1, written)
+    page.close()
 
 
 @pytest.mark.parametrize("wrong", [{"text": ""}, {"text": "\N{SNOWMAN}"}, {"length": 0}])
