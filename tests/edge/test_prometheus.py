@@ -508,3 +508,31 @@ def test_prometheus_counts_requests_of_two_servers_once(
     MultiProcessCollector(registry, str(metrics_folder))  # type: ignore[no-untyped-call]
     read = Readings(registry, "Fragile")
     assert [read(name) for name in ("queue_size", "in_flight", "workers_ready")] == [0, 0, 0]
+
+
+@has_prometheus
+def test_an_alert_names_a_target_that_is_gone(tmp_path: Path) -> None:
+    """Its figures have ended, so that no other alert sees it."""
+    series = {"up": "1x9 0x90", "fast_batcher_workers_wanted": "2x9 stale"}
+    labels = {"job": "app", "instance": "one:8000"}
+    text = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    alert = {
+        "exp_labels": {**labels, "severity": "critical"},
+        "exp_annotations": {
+            "summary": "one:8000: no metrics for 5 minutes",
+            "description": "The app does not run, or Prometheus does not reach its /metrics.",
+        },
+    }
+    case = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f"{name}{{{text}}}", "values": values} for name, values in series.items()
+        ],
+        "alert_rule_test": [
+            {"eval_time": f"{minute}m", "alertname": "FastBatcherTargetIsGone", "exp_alerts": found}
+            for minute, found in ((5, []), (20, [alert]))
+        ],
+    }
+    rules = tmp_path / "test.json"
+    rules.write_text(json.dumps({"rule_files": [str(ALERTS)], "tests": [case]}))
+    promtool("test", "rules", str(rules))
