@@ -111,6 +111,12 @@ def test_wheel_has_only_the_package(installed: str, tmp_path: Path) -> None:
     assert others == "None None"
 
 
+def test_the_table_of_pages_is_complete() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    table = README[README.index("## Documentation") :]
+    assert pages - set(re.findall(r"docs/(\w+\.md)\)", table)) == set()
+
+
 def test_the_first_command_serves_the_first_program() -> None:
     (install, start) = blocks(README, "console")[0].splitlines()
     assert install == "pip install '.[fastapi]' uvicorn"
