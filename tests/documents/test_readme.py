@@ -13,6 +13,7 @@ from paths import ROOT
 from programs import run_command
 from servers import run_server
 from waits import LIMIT
+from websocket_client import open_websocket
 from wheels import build, install
 
 README = (ROOT / "README.md").read_text()
@@ -66,12 +67,12 @@ SAVED = {
     for program in PROGRAMS
     if (name := re.match(r'"""Save as `([^`]+)`', program)) is not None
 }
-# `test_guides.py` serves those of the other two with weights from the disk.
-WITH_WEIGHTS = {"plain:app", "service:app"}
+# `test_guides.py` serves two of them, with weights from the disk; one answers over a WebSocket.
+ELSEWHERE = {"plain:app", "service:app", "sums:app"}
 APPS = [
     app
     for app in re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS))
-    if app not in WITH_WEIGHTS
+    if app not in ELSEWHERE
 ]
 
 
@@ -170,6 +171,17 @@ def test_an_installed_package_serves_each_app(app: str, installed: str, saved: P
         if app == "scores:app":
             assert client.get("/livez").json() == {"status": "alive"}
             assert client.get("/readyz").json()["status"] == "ready"
+
+
+@pytest.mark.slow
+def test_an_installed_package_serves_sessions(installed: str, saved: Path) -> None:
+    with (
+        run_server("sums:app", saved, python=installed) as address,
+        open_websocket(address, "/sum") as socket,
+    ):
+        for number in "12":
+            socket.send(number)
+        assert [socket.receive() for _ in "12"] == ["1", "3"]
 
 
 @pytest.mark.slow
