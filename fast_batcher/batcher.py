@@ -29,7 +29,6 @@ from contextlib import (
 )
 from contextvars import Context
 from dataclasses import replace
-from secrets import token_hex
 from threading import get_ident
 from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
 
@@ -37,6 +36,7 @@ from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import STATE_OPEN, Event, Request, State
 from fast_batcher._devices import CoreClaim
+from fast_batcher._identity import identify_reloaded
 from fast_batcher._mps import check_control
 from fast_batcher._process import frozen, monotonic
 from fast_batcher._session.cache import SingleFlight
@@ -844,7 +844,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             args = present[0] if args is None else args
             kwargs = present[1] if kwargs is None else kwargs
         spec = self._check_model(args, kwargs)
-        spec = dataclasses.replace(spec, weights=token_hex(8))
+        if self._settings.needs_identity:
+            spec = identify_reloaded(spec, self._model.spec, self._settings.shared_version)
         # A task of its own, because the caller may be cancelled.
         self._reload = asyncio.create_task(self._load_model(spec), context=Context())
         self._reload.add_done_callback(self._note_reload)
@@ -1041,6 +1042,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             logger.info("%s: options of the code count: %s", self.name, ", ".join(overridden))
         self._was_opened_by_call = by_call
         self._model.end_reload()  # of the previous session, if its event loop was closed meanwhile
+        self._model.identify(self._settings)
         self._session = self._calls = session = self._make_session()
         cache = self._settings.cache
         if cache is not None:
@@ -1089,10 +1091,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         try:
             await self.open()
         except BaseException:
-            if model.spec is spec:
+            if model.spec.identity == spec.identity:
                 model.spec, counters.generation = before
             raise
-        if model.spec is not spec:
+        if model.spec.identity != spec.identity:
             raise ConfigurationError(
                 f"{self.name}: another server process has reloaded the model meanwhile"
             )

@@ -3,23 +3,17 @@
 Any process and thread. `_session/cache.py` looks outputs up, and `_local/` those of functions.
 """
 
-import hashlib
-import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
-from fast_batcher._arrays.kinds import find_torch
+from fast_batcher._identity import digest_input
 from fast_batcher._process import monotonic
-from fast_batcher._transport.pickling import make_reducers
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.types import CacheStats
 
 __all__ = ["LRUCache", "hash_input"]
-
-# Bytes of a digest: among 2**40 inputs two have the same one with a probability of 2**-81.
-DIGEST_SIZE = 20
 
 
 class LRUCache:
@@ -107,29 +101,13 @@ def _make_entry_key(key: Any) -> Hashable:
     return key if type(key) is str else (hash_input(key),)
 
 
-class _HashingFile:
-    """File-like target of a pickler that keeps a digest of the stream alone."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.blake2b(digest_size=DIGEST_SIZE)
-
-    def write(self, chunk: Any) -> None:
-        self.hash.update(chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else chunk)
-
-
 def hash_input(value: Any) -> str:
-    """Hash the pickle of an input: types, dtypes, shapes and bytes. The same in every process.
+    """Hash an input: types, dtypes, shapes and contents. The same in every process.
 
     Values that compare equal may have different keys, never the reverse: 1 and 1.0 differ, and so
-    do dicts whose items are in another order, and arrays in another memory layout.
+    do dicts whose items are in another order.
 
     Raises:
         Exception: Any exception of pickling the value.
     """
-    file = _HashingFile()
-    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    # The pickler has no memo: with one, the key of ["a", "a"] would depend on object identity.
-    pickler.fast = True
-    pickler.dispatch_table = make_reducers(find_torch())
-    pickler.dump(value)
-    return file.hash.hexdigest()
+    return digest_input(value)

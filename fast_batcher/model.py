@@ -240,10 +240,8 @@ class ModelSpec:
     methods: tuple[tuple[str, int | None], ...] = INFER_ALONE
     # Whether it is a `SteppedModel`, whose requests are streams.
     is_stepped: bool = False
-    # Part of the keys of cached outputs: "" for the arguments of the construction, and random for
-    # those of a reload, so that no other process, earlier or later, has cached outputs of other
-    # weights under them.
-    weights: str = ""
+    # See `_identity`; "" if nothing asks for it.
+    identity: str = ""
     # The arguments of the constructor; None if another process has given them.
     arguments: tuple[Sequence[Any], Mapping[str, Any]] | None = field(
         default=None, repr=False, compare=False

@@ -65,7 +65,7 @@ class BatcherOptions(TypedDict, total=False):
     shared: bool | str
     """Whether the processes of a server share one set of workers, in a host process."""
     shared_version: str | None
-    """Text that tells apart processes that must not share."""
+    """Text that tells apart versions of a model: they share no host and no cached outputs."""
     stage_threads: int | None
     """Threads of each worker for `prepare` and `finish` of the model."""
     stepped: bool
@@ -455,7 +455,9 @@ class Settings:
         "Whether the processes of a server share one set of workers, in a host process.",
     ] = False
     shared_version: Annotated[
-        str | None, LABEL, "Text that tells apart processes that must not share."
+        str | None,
+        LABEL,
+        "Text that tells apart versions of a model: they share no host and no cached outputs.",
     ] = None
     stage_threads: Annotated[
         int | None,
@@ -554,7 +556,7 @@ class Settings:
             ("cost_is_padded", self.cost is not None, "costs", _GIVE_COST),
             ("max_request_cost", self.cost is not None, "costs", _GIVE_COST),
             ("key", self.cache is not None, "a cache", "give cache="),
-            ("shared_version", bool(self.shared), "sharing", "give shared=True"),
+            ("shared_version", self.needs_identity, "sharing or a cache", "give shared=True"),
             ("mps", self.workers_per_device > 1, "sharing a GPU", "give workers_per_device=2"),
         ):
             value = getattr(self, name)
@@ -626,6 +628,11 @@ class Settings:
     def has_host(self) -> bool:
         """Whether the workers belong to a host process."""
         return bool(self.shared) or isinstance(self.workers, RemoteWorkers)
+
+    @property
+    def needs_identity(self) -> bool:
+        """Whether outputs are cached, in this process or in one with which this one shares."""
+        return self.cache is not None or bool(self.shared)
 
     @property
     def batch_limit(self) -> int:

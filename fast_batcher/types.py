@@ -115,6 +115,9 @@ class CachedNone(Enum):
 class Cache(Protocol):
     """Interface of a cache in which outputs are looked up. Both methods may be coroutines.
 
+    A key is a text, or a tuple of a text and the key that the user's `key` has returned. It
+    contains the identity of the model or function, so that several may share a cache.
+
     `get` returns None for a miss. An output that is None is stored as `CachedNone.NONE`, which can
     be pickled.
     """
@@ -135,10 +138,10 @@ class AsyncCache(Protocol[KeyT, ValueT]):
     """
 
     async def get(self, key: KeyT) -> ValueT | None:
-        """Return the output for this item, None for a miss."""
+        """Return the output for this key, a text; None for a miss."""
 
     async def set(self, key: KeyT, value: ValueT) -> None:
-        """Store the output for this item."""
+        """Store the output for this key."""
 
     async def clear(self) -> None:
         """Remove all outputs."""

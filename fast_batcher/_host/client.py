@@ -839,13 +839,13 @@ class RemoteSession(Session):
 
     def _take_generation(self, generation: Generation) -> None:
         """Follow the model of the host, which this or another API process has reloaded."""
-        number, model, weights, _ = generation
+        number, model, identity, _ = generation
         spec = self._model.spec
         self._ledger.counters.generation = number
-        if weights == spec.weights:
+        if identity == spec.identity:
             self._model.end_reload()
             return
-        self._model.end_reload(replace(spec, pickled=model, weights=weights, arguments=None))
+        self._model.end_reload(replace(spec, pickled=model, identity=identity, arguments=None))
         logger.info("%s: the workers have another model, generation %d", self._name, number)
 
     def begin_drain(self) -> None:

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import fields
@@ -23,11 +22,12 @@ from typing import Any, NamedTuple
 
 from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, Heartbeat
 from fast_batcher._host import messages
-from fast_batcher._host.identity import HostKey, digest, find_module_file, kill_process, make_key
+from fast_batcher._host.identity import HostKey, kill_process, make_key
 from fast_batcher._host.launch import HostProcess, launch_host
 from fast_batcher._host.messages import Generation, Handlers, Hello, Welcome, dispatch, pack_message
 from fast_batcher._host.protocol import MAX_DESCRIPTORS
 from fast_batcher._host.rendezvous import Joined, connect, replace_silent
+from fast_batcher._identity import describe_model, digest, find_module_file, list_paths
 from fast_batcher._parent.staging import JobThread
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import LiveSettings
@@ -41,9 +41,6 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import Settings
-
-# Texts that the host looks for on the disk, on its event loop, at 2 us each: a vocabulary has more.
-MOST_PATHS = 1000
 
 # Settings that mean nothing to a host, or are no plain values.
 NOT_OF_HOST = frozenset(
@@ -70,7 +67,7 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
             f"{asked_by}: {model_spec.name} is defined in the main program, which the workers of "
             "a host process cannot import; move it to a module of its own"
         )
-    own = _digest_settings(settings) | _digest_model(model_spec)
+    own = _digest_settings(settings) | describe_model(model_spec)
     return make_key(settings.shared, own, find_module_file(module), name)
 
 
@@ -82,41 +79,10 @@ def _digest_settings(settings: Settings) -> dict[str, str]:
     return {name: digest(value) for name, value in own.items()}
 
 
-def _digest_model(model_spec: ModelSpec) -> dict[str, str]:
-    """Digest the model and each of its arguments, by their names in messages."""
-    # Unpickled here, because only a shared batcher needs the digests of its arguments.
-    model, args, kwargs = loads(model_spec.pickled)
-    named = model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
-    own = {"the model": named}
-    own |= {f"model_args[{at}]": value for at, value in enumerate(args)}
-    own |= {f"model_kwargs[{name!r}]": value for name, value in kwargs.items()}
-    return {name: digest(value) for name, value in own.items()}
-
-
-def list_paths(arguments: Any) -> list[str]:
-    """Return the texts and paths in arguments and in the containers among these, `MOST_PATHS`."""
-    found: dict[str, None] = {}
-    # Breadth-first: a vocabulary does not hide the arguments behind it. A container may be inside
-    # itself.
-    left, seen = deque([arguments]), {id(arguments)}
-    while left and len(found) < MOST_PATHS:
-        value = left.popleft()
-        if isinstance(value, str | os.PathLike):
-            path = os.fspath(value)
-            if isinstance(path, str):
-                found[path] = None
-        elif isinstance(value, dict | list | tuple | set | frozenset):
-            parts = value.values() if isinstance(value, dict) else value
-            new = {id(part): part for part in parts if id(part) not in seen}
-            seen.update(new)
-            left.extend(new.values())
-    return [*found]
-
-
 def make_generation(number: int, model_spec: ModelSpec) -> Generation:
     """Describe a model to the host."""
     paths = list_paths(model_spec.read_arguments())
-    return Generation(number, model_spec.pickled, model_spec.weights, paths)
+    return Generation(number, model_spec.pickled, model_spec.identity, paths)
 
 
 def make_hello(

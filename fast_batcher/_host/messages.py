@@ -73,9 +73,9 @@ class Generation(NamedTuple):
 
     # Number of the reload that has brought it; 0 for the model given to the constructor.
     number: int
-    # `ModelSpec.pickled` and `ModelSpec.weights`.
+    # `ModelSpec.pickled` and `ModelSpec.identity`.
     model: bytes
-    weights: str
+    identity: str
     # Texts and paths in the model's arguments, which may name files.
     named_paths: list[str]
 

@@ -247,6 +247,8 @@ def _sweep(directory: Path, key: HostKey) -> None:
         remedy = "make these equal"
         if COMMAND_LINE in differences:
             remedy += '; with shared="a name of your choice" command lines may differ'
+        if any(name.startswith(("the model", "model_")) for name in differences):
+            remedy += "; batchers of different models need different names (name=)"
         logger.warning(
             "%s: these server processes have another host process already, which this process "
             "cannot share: they differ in %s. One more host process is started, with workers of "

@@ -326,12 +326,12 @@ class HostSession(LocalSession):
         # States of the files that the first worker of each of them has loaded.
         self._loaded: dict[str, FileState] = {}
         self._loaded_next: dict[str, FileState] = {}
-        _, model, weights, _ = self.generation
+        _, model, identity, _ = self.generation
         model_spec = ModelSpec(
             hello.model_name,
             model,
             methods=hello.methods,
-            weights=weights,
+            identity=identity,
             is_stepped=hello.is_stepped,
         )
         self.live = LiveSettings(settings, hello.changes)
@@ -379,7 +379,7 @@ class HostSession(LocalSession):
         self._next, self._loaded_next = generation, {}
         try:
             await self.reload(
-                replace(self._model.spec, pickled=generation.model, weights=generation.weights)
+                replace(self._model.spec, pickled=generation.model, identity=generation.identity)
             )
             self.generation, self._loaded = generation, self._loaded_next
             self.number_generation(generation.number)

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, join, list_outputs, split, split_rows
+from fast_batcher._identity import identify_function
 from fast_batcher._local.function import DecoratorSettings, Function, UserFunction, bind_weakly
 from fast_batcher._local.session import (
     Counts,
@@ -53,7 +54,11 @@ from fast_batcher.types import BatchProcessorStats, PriorityStrategy
 class LocalBatcher:
     """Batches the calls of one function."""
 
-    def __init__(self, function: Function, settings: DecoratorSettings, *, is_aio: bool) -> None:
+    def __init__(
+        self, function: Function, settings: DecoratorSettings, identity: str, *, is_aio: bool
+    ) -> None:
+        # Part of the keys of cached outputs; "" without a cache.
+        self.identity = identity
         self._function = function
         self._settings = settings
         self._runs_on_loop = is_aio and function.is_async
@@ -338,17 +343,20 @@ class BatchingPlan:
         is_plain = settings.max_batch_length is None and settings.ranks_above >= 1
         return is_plain and self.cache is None and not self.call_format.copies
 
-    def make_batcher(self, call: Callable[..., Any]) -> LocalBatcher:
+    def make_batcher(self, call: Callable[..., Any], instance: object = None) -> LocalBatcher:
         """Make a batcher for the function, or for the function bound to an instance."""
         function = self.call_format.make_function(self.user_function, call)
-        return LocalBatcher(function, self.settings, is_aio=self.is_aio)
+        identity = ""
+        if self.cache is not None:
+            identity = identify_function(self.user_function.call, instance)
+        return LocalBatcher(function, self.settings, identity, is_aio=self.is_aio)
 
     def batcher_of(self, instance: Any) -> LocalBatcher:
         """Return the batcher of a method of this instance, made on first use."""
         key, batchers = id(instance), self.instance_batchers
         known = batchers.get(key)
         if known is None:
-            batcher = self.make_batcher(bind_weakly(self.user_function.call, instance))
+            batcher = self.make_batcher(bind_weakly(self.user_function.call, instance), instance)
             reference = weakref.ref(instance, lambda _: batchers.pop(key, None) and None)
             # If another thread was faster, its batcher wins; this one has not started a thread yet.
             known = batchers.setdefault(key, (reference, batcher))
@@ -467,7 +475,7 @@ class Decorated:
         if not items:
             outputs = []
         elif cache is not None:
-            outputs = await cache.process(items, batcher.aprocess)
+            outputs = await cache.process(items, batcher.identity, batcher.aprocess)
         else:
             outputs = await batcher.aprocess(items)
         return await offload(call_format.copies and is_much(outputs), finish, outputs)

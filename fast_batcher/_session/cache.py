@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from fast_batcher._arrays.joining import is_much
 from fast_batcher._core.values import Request, settle
+from fast_batcher._identity import digest_input
 from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger, set_exception
 from fast_batcher._session.life import CurrentModel
@@ -28,7 +29,6 @@ from fast_batcher._session.outcomes import timeout_of
 from fast_batcher._session.output_cache import EXITS, OutputCache, is_awaitable
 from fast_batcher._session.session import Session
 from fast_batcher._transport.pickling import to_cause
-from fast_batcher.caching import hash_input
 from fast_batcher.errors import (
     BatcherClosedError,
     ConfigurationError,
@@ -79,7 +79,7 @@ class SingleFlight:
         self._session = session
         self._name = session.status.name
         self._cache = OutputCache(cache, self._name)
-        # Its weights are part of the keys.
+        # Its identity is part of the keys.
         self._model = model
         self._ledger = ledger
         # The flights that further calls may join, by key; and those of the open calls.
@@ -127,10 +127,10 @@ class SingleFlight:
             self._begin(request, key)
 
     def _make_key(self, request: Request) -> Any:
-        """Return the key of an output: of the input, the method and the weights."""
+        """Return the key of an output: of the model, the method and the input."""
         key_of, value = self._session.settings.key, request.value
         if key_of is None:
-            key: Any = f"{self._name}:{hash_input(value)}"
+            key: Any = digest_input(value)
         else:
             try:
                 key = key_of(value)
@@ -139,10 +139,8 @@ class SingleFlight:
                 text = f"key: {error!r:.200} for an input of type {type(value)}"
                 raise ConfigurationError(text) from to_cause(error)
         method = None if request.group is None else request.group.method.name
-        named = [name for name in (method, self._model.spec.weights) if name]
-        if not named:
-            return key
-        return ":".join([key, *named]) if isinstance(key, str) else (key, *named)
+        named = f"{self._model.spec.identity}:{method or 'infer'}"
+        return f"{named}:{key}" if isinstance(key, str) else (named, key)
 
     def has_room(self, request: Request) -> bool:
         """Return whether the queue has room for a request, if all that are looked up are misses."""

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from fast_batcher._core.values import MOVES, Event, State
+from fast_batcher._identity import identify_model
 from fast_batcher._process import at_fork, monotonic
 from fast_batcher._session.ledger import Ledger
 from fast_batcher.errors import (
@@ -260,6 +261,11 @@ class CurrentModel:
         self.is_reloading = False
         # Reloads that have begun.
         self.reloads = 0
+
+    def identify(self, settings: Settings) -> None:
+        """Note the model's present identity, if caches need it; workers load it afterwards."""
+        if settings.needs_identity:
+            self.spec = identify_model(self.spec, settings.shared_version)
 
     def begin_reload(self) -> None:
         """Note that workers with another model are being started."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from fast_batcher._identity import digest_input
 from fast_batcher.types import Cache, CachedNone
 
 logger = logging.getLogger("fast_batcher")
@@ -26,7 +27,7 @@ def is_awaitable(found: Any) -> bool:
 
 
 class OutputCache:
-    """The user's cache of the outputs of one batcher or one function."""
+    """The user's cache, as one batcher or one function uses it."""
 
     def __init__(self, cache: Cache, name: str) -> None:
         self._cache = cache
@@ -36,23 +37,37 @@ class OutputCache:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def process(
-        self, items: Sequence[Any], compute: Callable[[list[Any]], Awaitable[list[Any]]]
+        self,
+        items: Sequence[Any],
+        identity: str,
+        compute: Callable[[list[Any]], Awaitable[list[Any]]],
     ) -> list[Any]:
         """Return the outputs of the items; those not in the cache are computed together.
 
         Computed outputs are stored by tasks. The caller does not wait for these; `settle` does.
+
+        Args:
+            items: The items.
+            identity: The identity of the function, which is part of each key.
+            compute: Returns the outputs of several items.
         """
-        outputs = list(await asyncio.gather(*map(self.get, items)))
+        keys = [_make_key(identity, item) for item in items]
+        outputs = list(await asyncio.gather(*map(self.get, keys)))
         missing = [at for at, output in enumerate(outputs) if output is None]
         if missing:
             computed = await compute([items[at] for at in missing])
             for at, output in zip(missing, computed, strict=True):
                 outputs[at] = output
-                self.store(items[at], output)
+                self.store(keys[at], output)
         return [None if output is CachedNone.NONE else output for output in outputs]
 
     async def get(self, key: Any) -> Any:
-        """Return an output, `CachedNone.NONE` for the output None, and None for a miss."""
+        """Return an output, `CachedNone.NONE` for the output None, and None for a miss.
+
+        An item that cannot be pickled has the key None, and is computed.
+        """
+        if key is None:
+            return None
         found = self.look_up(key)
         return await found if is_awaitable(found) else found
 
@@ -69,6 +84,8 @@ class OutputCache:
 
     def store(self, key: Any, output: Any) -> None:
         """Store an output, in a task if `set` of the cache is asynchronous."""
+        if key is None:
+            return
         try:
             stored = self._cache.set(key, CachedNone.NONE if output is None else output)
         except EXITS:
@@ -123,3 +140,13 @@ class OutputCache:
                 method,
                 exc_info=error,
             )
+
+
+def _make_key(identity: str, item: Any) -> str | None:
+    """Return the key of a function's output for an item, None if the item cannot be pickled."""
+    try:
+        return f"{identity}:{digest_input(item)}"
+    except EXITS:
+        raise
+    except BaseException:  # noqa: BLE001  the user's code may raise anything
+        return None

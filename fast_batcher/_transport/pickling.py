@@ -402,14 +402,6 @@ class _Reducers(dict[type, Any]):
     __missing__ = copyreg.dispatch_table.__getitem__
 
 
-def make_reducers(torch: Any) -> dict[type, Any]:
-    """Make a dispatch table that reduces plain tensors to their bytes."""
-    reducers = _Reducers()
-    if hasattr(torch, "Tensor"):
-        reducers[torch.Tensor] = functools.partial(reduce_tensor, torch, 0, False)
-    return reducers
-
-
 def _hold(chunks: list[Any]) -> "list[bytes | memoryview]":
     """Lock the pieces of a stream against being resized."""
     stream = [_view(chunk) for chunk in chunks]

@@ -87,7 +87,7 @@ def dynamically(
             `priority_strategy` says so.
         **options: The keyword arguments below, and those of `fast_batcher.inference.dynamically`.
         priority_strategy: See `fast_batcher.aio.dynamically`.
-        cache: See `fast_batcher.aio.dynamically`; the key is the dict of a row's features.
+        cache: See `fast_batcher.aio.dynamically`; each row has an entry of its own.
         batch_item_cls: See `fast_batcher.aio.dynamically`.
 
     Raises:

@@ -529,6 +529,71 @@ async def test_outputs_of_other_weights_are_not_found(tmp_path: Path) -> None:
         assert counts(batcher)[:2] == (3, 4)
 
 
+def key_of_anything(_: Any) -> str:
+    return "key"
+
+
+@pytest.mark.parametrize("options", [{}, {"key": key_of_anything}], ids=["default key", "key"])
+async def test_batchers_with_one_cache_answer_with_their_own_models(
+    options: dict[str, Any],
+) -> None:
+    """Although their names are equal."""
+    options |= {"name": "one", "workers": "threads", "cache": LRUCache(9)}
+    made: list[tuple[Any, tuple[Any, ...]]] = [
+        (Versioned, ("one",)),
+        (Versioned, ("two",)),
+        (Echo, ()),
+    ]
+    answers = []
+    for _ in range(2):
+        for model, arguments in made:
+            async with DynBatcher(model, model_args=arguments, **options) as batcher:
+                answers.append(await batcher.process_batched("same"))
+                hits = batcher.stats.cache_hits
+        assert hits == len(answers) // 6
+    assert [answer[0] for answer in answers[:2]] == ["one", "two"]
+    assert answers[2] == "same"
+    assert answers[:3] == answers[3:]
+
+
+async def test_a_lasting_cache_follows_reloads_and_restarts(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("old")
+    options: dict[str, Any] = {"workers": "threads", "cache": LRUCache(9)}
+
+    async def ask(batcher: DynBatcher[Any, Any], *, hits: int) -> str:
+        before = batcher.stats.cache_hits
+        version, _ = await batcher.process_batched("same")
+        assert batcher.stats.cache_hits == before + hits
+        return str(version)
+
+    async with DynBatcher(Versioned, model_args=("one",), **options) as batcher:
+        assert await ask(batcher, hits=0) == "one"
+        await batcher.reload(model_args=("two",))
+        assert await ask(batcher, hits=0) == "two"
+    for version in ("one", "two"):
+        async with DynBatcher(Versioned, model_args=(version,), **options) as batcher:
+            assert await ask(batcher, hits=1) == version
+    # Weights that change where they are.
+    path = str(weights)
+    for hits in (0, 1):
+        async with DynBatcher(Versioned, model_args=(path,), **options) as batcher:
+            await ask(batcher, hits=hits)
+    weights.write_text("newer")
+    async with DynBatcher(Versioned, model_args=(path,), **options) as batcher:
+        await ask(batcher, hits=0)
+        weights.write_text("newest")
+        await batcher.reload()
+        await ask(batcher, hits=0)
+        # And weights without a file or a name.
+        await batcher.reload()
+        await ask(batcher, hits=0)
+        await ask(batcher, hits=1)
+    options["shared_version"] = "2"
+    async with DynBatcher(Versioned, model_args=(path,), **options) as batcher:
+        await ask(batcher, hits=0)
+
+
 @pytest.mark.slow
 async def test_reopening_drops_outputs_of_old_weights() -> None:
     batcher = DynBatcher(Versioned, model_args=("one",), cache=LRUCache(9))

@@ -446,6 +446,24 @@ def test_differing_siblings_cause_one_warning(
 
 
 @pytest.mark.usefixtures("directory")
+@pytest.mark.parametrize("facet", ["the model", "model_args[0]", "model_kwargs['path']"])
+def test_names_are_advised_for_batchers_of_different_models(
+    facet: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    listeners: list[socket.socket] = []
+
+    def keep(listener: socket.socket) -> Any:
+        listeners.append(listener.dup())
+
+    keys = [make_key(True, {facet: value}, None, "Tiny") for value in ("1", "2")]
+    connections = [connect(one, keep).connection for one in keys]
+    assert f"they differ in {facet}." in caplog.messages[0]
+    assert caplog.messages[0].endswith("need different names (name=)")
+    for one in [*listeners, *connections]:
+        one.close()
+
+
+@pytest.mark.usefixtures("directory")
 def test_a_name_is_advised_for_other_command_lines(
     key: HostKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -303,14 +303,14 @@ async def test_hits_and_misses_in_one_list() -> None:
     gated.let_on(9)
     async with aio.dynamically(cache=memory)(gated) as function:
         assert await function([1, 2]) == [2, 4]
-        await until(lambda: memory.known == {1: 2, 2: 4})
+        await until(lambda: [*memory.known.values()] == [2, 4])
         assert await function([3, 1, 4, 2]) == [6, 2, 8, 4]
         assert await function(1) == 2
         stats = function.stats.cache_stats
         assert (stats.gets, stats.hits) == (7, 3)
         assert (stats.avg_get_time, stats.avg_hit_time, stats.avg_set_time) == (0.5, 0.5, 0.25)
     assert gated.batches == [[1, 2], [3, 4]]
-    assert memory.known == {1: 2, 2: 4, 3: 6, 4: 8}, "shutdown waits for what is being stored"
+    assert [*memory.known.values()] == [2, 4, 6, 8], "shutdown waits for what is being stored"
 
 
 async def test_none_is_cached_and_an_error_is_not() -> None:
@@ -327,9 +327,65 @@ async def test_none_is_cached_and_an_error_is_not() -> None:
         with pytest.raises(ValueError, match="bad"):
             await function(0)
         assert await function(1) is None
-        await until(lambda: memory.known == {1: CachedNone.NONE})
+        await until(lambda: [*memory.known.values()] == [CachedNone.NONE])
         assert await function([1, 1]) == [None, None]
     assert calls == [[0], [1]]
+
+
+@aio.dynamically(cache=(together := Memory()))
+async def shout(texts: list[str]) -> list[str]:
+    return [text.upper() for text in texts]
+
+
+@aio.dynamically(cache=together)
+async def count(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+class Greeter:
+    """Its instances, and its subclasses, answer differently."""
+
+    word = "hi"
+
+    def __init__(self, greeting: str) -> None:
+        self.greeting = greeting
+
+    @aio.dynamically(cache=together)
+    async def greet(self, names: list[str]) -> list[str]:
+        return [f"{self.greeting} {name}" for name in names]
+
+    @aio.dynamically(cache=together)
+    @classmethod
+    async def call(cls, names: list[str]) -> list[str]:
+        return [f"{cls.word} {name}" for name in names]
+
+
+class Loud(Greeter):
+    word = "HI"
+
+
+def add(number: int) -> Any:
+    @aio.dynamically(cache=together)
+    async def add_it(items: list[str]) -> list[str]:
+        return [f"{item} + {number}" for item in items]
+
+    return add_it
+
+
+async def test_functions_with_one_cache_keep_their_outputs_apart() -> None:
+    together.known.clear()
+    english, german = Greeter("hello"), Greeter("hallo")
+    functions: list[Any] = [
+        *(shout, count, english.greet, german.greet, Greeter.call, Loud.call, add(1), add(2))
+    ]
+    expected = ["ANN", 3, "hello ann", "hallo ann", "hi ann", "HI ann", "ann + 1", "ann + 2"]
+    for _ in range(2):
+        assert [await function("ann") for function in functions] == expected
+        await until(lambda: len(together.known) == len(functions))
+    assert all(isinstance(key, str) for key in together.known)
+    # An item without a pickle has no key, and is computed.
+    assert await add(1)(threading.Lock()) != await add(1)(threading.Lock())
+    assert len(together.known) == len(functions)
 
 
 @pytest.mark.parametrize("what", ["get", "set", "stats"])

@@ -17,14 +17,7 @@ Features = dict[str, Any]
 
 
 async def test_rows_are_cached() -> None:
-    class RowMemory(Memory):
-        async def get(self, key: Any) -> Any:
-            return await super().get(tuple(key["x"].tolist()))
-
-        async def set(self, key: Any, value: Any) -> None:
-            await super().set(tuple(key["x"].tolist()), value)
-
-    memory = RowMemory()
+    memory = Memory()
     seen: list[int] = []
 
     @inference.dynamically(cache=memory)

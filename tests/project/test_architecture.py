@@ -28,7 +28,7 @@ _NAMES = (
     "_core",
     "_observers _transport _shared_memory",
     "_parent _worker _ray",
-    "_session _host batcher caching _local dynamic inference aio testing",
+    "_identity _session _host batcher caching _local dynamic inference aio testing",
     # The last two are other names for things inside, for users alone.
     "fastapi _cli __main__ opentelemetry prometheus pytest_plugin dyn_batcher inference_template",
 )

@@ -17,17 +17,20 @@ import numpy
 import pydantic
 import pytest
 import torch
+from models.base import Echo
 from paths import PYTHONPATH
 from programs import run_command
 
 from fast_batcher._file_state import MOST_FILES, read_state
-from fast_batcher._host.identity import (
+from fast_batcher._host.identity import list_differences, make_key, read_start_time
+from fast_batcher._host.link import find_key
+from fast_batcher._identity import (
+    MOST_PATHS,
     digest,
-    list_differences,
-    make_key,
-    read_start_time,
+    identify_model,
+    identify_reloaded,
+    list_paths,
 )
-from fast_batcher._host.link import MOST_PATHS, find_key, list_paths
 from fast_batcher.model import check_model
 from fast_batcher.settings import Settings
 
@@ -215,6 +218,10 @@ class Body(pydantic.BaseModel):
     third: set[str] = set()
 
 
+class Labels(set[str]):
+    """A set with a class of its own."""
+
+
 def make_arguments() -> dict[str, Any]:
     """Values that are equal in all processes, and whose pickles are not."""
     labels = {"cat", "dog", "cow", "pig"}
@@ -224,6 +231,7 @@ def make_arguments() -> dict[str, Any]:
     return {
         "set": labels,
         "frozenset": (frozenset(labels),),
+        "set of a class": Labels(labels),
         "dict of a set": dict.fromkeys(labels),
         "default dict": defaultdict(set, {label: {label} for label in labels}),
         "dataclass": Weights(labels, dict.fromkeys(labels)),
@@ -251,15 +259,20 @@ def make_arguments() -> dict[str, Any]:
     }
 
 
+# The keys of inputs follow the order of dicts, which has here the order of a set.
+ORDERED = {"dict of a set", "default dict", "dataclass", "bound method"}
 TELL_DIGESTS = (
     "import json, test_identity as own\n"
-    "from fast_batcher._host.identity import digest\n"
-    "print(json.dumps({name: digest(one) for name, one in own.make_arguments().items()}))"
+    "from fast_batcher._identity import digest, digest_input\n"
+    "made = own.make_arguments()\n"
+    "told = {name: digest(one) for name, one in made.items()}\n"
+    "told |= {f'input {name}': digest_input(made[name]) for name in made.keys() - own.ORDERED}\n"
+    "print(json.dumps(told))"
 )
 
 
 @pytest.mark.slow
-def test_equal_arguments_have_one_digest_in_all_processes() -> None:
+def test_equal_values_have_one_digest_in_all_processes() -> None:
     path = os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])
     told = []
     for seed in ("1", "2", "3"):
@@ -344,3 +357,77 @@ def test_folder_trees_are_checked_in_part(tmp_path: Path) -> None:
     for number in range(MOST_FILES):
         (tmp_path / f"{number}").mkdir()
     assert read_state(str(tmp_path)) == ()
+
+
+# --- the identity of a model ----------------------------------------------------------------------
+
+
+def make_spec(*arguments: Any, model: Any = "models.base:Echo", in_threads: bool = False) -> Any:
+    return check_model(model, arguments, None, 2**20, in_threads=in_threads)
+
+
+def identify(*arguments: Any, version: str | None = None, **given: Any) -> str:
+    return identify_model(make_spec(*arguments, **given), version).identity
+
+
+def test_identity_tells_models_apart(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("old")
+    path = str(weights)
+    known = [
+        identify(),
+        identify(1),
+        identify(path),
+        identify(model="models.base:Other"),
+        identify(model="models.ordinary:Echo"),
+        identify(version="2"),
+    ]
+    weights.write_text("newer")
+    known.append(identify(path))
+    assert len({*known}) == len(known)
+    assert identify(Path(path)) != identify(path)
+    # A class and its name are one model.
+    assert identify(model=Echo) == identify() == known[0]
+    assert "-" not in "".join(known)
+
+
+def test_identity_depends_on_the_code_and_not_on_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "some_code.py"
+    found = []
+    for code in ("a = 1", "a = 1", "a = 2"):
+        file.write_text(code)
+        os.utime(file, (len(found), len(found)))
+        found.append(identify(model="some_code:Model"))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_model_without_a_file_has_an_identity_of_its_own() -> None:
+    assert identify(model="no_such_module:Model") != identify(model="no_such_module:Model")
+    one = identify(model="no_such_module:Model", version="1")
+    assert one == identify(model="no_such_module:Model", version="1")
+
+    class Local(Echo):
+        """A class that no other process has."""
+
+    for model, argument in ((Local, 1), (Echo, lambda: None)):
+        spec = make_spec(argument, model=model, in_threads=True)
+        other = make_spec(argument, model=model, in_threads=True)
+        named = identify_model(spec, "1")
+        assert named.identity != identify_model(other, "1").identity
+        # Another opening of the same batcher finds its outputs.
+        assert named.identity == identify_model(named, "1").identity
+
+
+def test_a_reload_without_a_visible_change_has_another_identity() -> None:
+    present = identify_model(make_spec("name"), None)
+    again = identify_reloaded(make_spec("name"), present, None)
+    assert again.identity != present.identity
+    assert identify_reloaded(make_spec("name"), again, None).identity != again.identity
+    # A mark stays: the batcher may return to arguments that have meant another model before.
+    other = identify_reloaded(make_spec("other"), again, None)
+    assert identify_reloaded(make_spec("name"), other, None).identity == again.identity
+    # With a visible change the identity is that of the new model.
+    assert identify_reloaded(make_spec("other"), present, None).identity == identify("other")
