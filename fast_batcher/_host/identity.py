@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -35,29 +36,30 @@ FINGERPRINT_DIGITS = 16
 # A facet's digest is compared with one other, and must not tell a short secret.
 FACET_DIGITS = 8
 
-# Environment variables that supervisors, shells and terminals set for each process, and no model
-# reads. Every other variable is a facet.
-PER_PROCESS_VARIABLES = frozenset(
-    {
-        # Shells and terminals.
-        *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID", "XDG_SESSION_ID"),
-        *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"),
-        # honcho and foreman; supervisord; PM2.
-        *("HONCHO_PROCESS_NAME", "PORT", "PS"),
-        *("SUPERVISOR_GROUP_NAME", "SUPERVISOR_PROCESS_NAME"),
-        *("NODE_APP_INSTANCE", "pm_id", "unique_id"),
-        # systemd.
-        *("INVOCATION_ID", "JOURNAL_STREAM", "LISTEN_FDNAMES", "LISTEN_FDS", "LISTEN_PID"),
-        *("MAINPID", "NOTIFY_SOCKET", "SYSTEMD_EXEC_PID", "WATCHDOG_PID", "WATCHDOG_USEC"),
-        # The test that runs, which changes within a process.
-        "PYTEST_CURRENT_TEST",
-    }
+# Names of environment variables by which processes of one app are told apart. Answers of a model do
+# not depend on them. Every other variable counts, because the model may read it: a second host
+# costs memory, and a host with other values may give wrong answers.
+_PER_PROCESS = re.compile(
+    "|".join(
+        (
+            # Shells, terminals and containers.
+            r"_|COLUMNS|LINES|OLDPWD|PWD|SHLVL|TERM|WINDOWID|STY|TMUX|TMUX_PANE|\w+_SESSION_ID",
+            r"SSH_CLIENT|SSH_CONNECTION|SSH_TTY|HOSTNAME",
+            # honcho, foreman and platforms; gunicorn; supervisord; uWSGI.
+            r"PORT|PS|(HONCHO|GUNICORN|SUPERVISOR|UWSGI)_\w+",
+            r"INVOCATION_ID|JOURNAL_STREAM|MAINPID|NOTIFY_SOCKET|(LISTEN|SYSTEMD|WATCHDOG)_\w+",
+            # The test that runs, which changes within a process.
+            "PYTEST_CURRENT_TEST",
+        )
+    )
 )
 
 
 # Names of facets of which messages say more.
 MODULE_FILE = "the file of the model's module"
 COMMAND_LINE = "the command line"
+# A name follows.
+VARIABLE = "the environment variable"
 
 # Numbers of the keys that no other session has.
 _keys_alone = itertools.count()
@@ -192,13 +194,24 @@ def _digest_process(module_file: str | None) -> dict[str, str]:
         MODULE_FILE: None if module_file is None else read_state(module_file),
     }
     # Other threads may remove variables during the copy.
-    present = ((name, os.environ.get(name)) for name in list(os.environ))
-    facets |= {
-        f"the environment variable {name}": value
-        for name, value in present
-        if name not in PER_PROCESS_VARIABLES and value is not None
-    }
+    present = {name: os.environ.get(name) for name in list(os.environ)}
+    facets |= {f"{VARIABLE} {name}": present[name] for name in _list_variables(present)}
     return {name: digest(value) for name, value in facets.items()}
+
+
+def _list_variables(present: Mapping[str, str | None]) -> list[str]:
+    """Return the names of the environment variables that count."""
+    counting = [
+        name
+        for name, value in present.items()
+        if value is not None and not _PER_PROCESS.fullmatch(name)
+    ]
+    if "pm_id" not in present:
+        return counting
+    # PM2 describes a process in names in lower case. Its instances have one `name` and one
+    # configuration, except for the variables that these two name.
+    own = {present.get("instance_var") or "NODE_APP_INSTANCE", present.get("increment_var")}
+    return [name for name in counting if name == "name" or not (name.islower() or name in own)]
 
 
 def _find_parent() -> tuple[int, str | None]:

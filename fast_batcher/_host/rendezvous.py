@@ -36,6 +36,7 @@ from fast_batcher._host.directory import (
 from fast_batcher._host.identity import (
     COMMAND_LINE,
     MODULE_FILE,
+    VARIABLE,
     HostKey,
     ProcessIdentity,
     identify_process,
@@ -56,6 +57,13 @@ BACKLOG = 1024
 LOCK_LIMIT = 5.0
 # Seconds to wait for the death of a killed host; a stopped one is dead within milliseconds.
 KILL_LIMIT = 1.0
+
+# Remedies for differences whose names begin so, besides making them equal.
+_REMEDIES = {
+    (COMMAND_LINE,): 'with shared="a name of your choice" command lines may differ',
+    (VARIABLE,): "os.environ.pop(...) removes a variable that the model does not read",
+    ("the model", "model_"): "batchers of different models need different names (name=)",
+}
 
 _NEVER = threading.Event()
 _locks_of_retired: list[FileIO] = []
@@ -244,16 +252,16 @@ def _sweep(directory: Path, key: HostKey) -> None:
             *(key.name, MODULE_FILE),
         )
     elif differences:
-        remedy = "make these equal"
-        if COMMAND_LINE in differences:
-            remedy += '; with shared="a name of your choice" command lines may differ'
-        if any(name.startswith(("the model", "model_")) for name in differences):
-            remedy += "; batchers of different models need different names (name=)"
+        remedies = [
+            text
+            for starts, text in _REMEDIES.items()
+            if any(name.startswith(starts) for name in differences)
+        ]
         logger.warning(
             "%s: these server processes have another host process already, which this process "
             "cannot share: they differ in %s. One more host process is started, with workers of "
             "its own. To share one, %s",
-            *(key.name, ", ".join(sorted(differences)), remedy),
+            *(key.name, ", ".join(sorted(differences)), "; ".join(["make these equal", *remedies])),
         )
 
 

@@ -446,6 +446,29 @@ def test_differing_siblings_cause_one_warning(
 
 
 @pytest.mark.usefixtures("directory")
+def test_a_variable_that_differs_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listeners: list[socket.socket] = []
+
+    def keep(listener: socket.socket) -> Any:
+        listeners.append(listener.dup())
+
+    connections = []
+    for value in ("1", "2"):
+        monkeypatch.setenv("OF_AN_UNKNOWN_MANAGER", value)
+        connections.append(connect(make_key(True, {}, None, "Tiny"), keep).connection)
+    assert "differ in the environment variable OF_AN_UNKNOWN_MANAGER." in caplog.messages[0]
+    # What it advises helps.
+    assert "os.environ.pop(...) removes a variable" in caplog.messages[0]
+    monkeypatch.delenv("OF_AN_UNKNOWN_MANAGER")
+    connections += [connect(make_key(True, {}, None, "Tiny"), keep).connection for _ in range(2)]
+    assert len(listeners) == 3
+    for one in [*listeners, *connections]:
+        one.close()
+
+
+@pytest.mark.usefixtures("directory")
 @pytest.mark.parametrize("facet", ["the model", "model_args[0]", "model_kwargs['path']"])
 def test_names_are_advised_for_batchers_of_different_models(
     facet: str, caplog: pytest.LogCaptureFixture

@@ -190,13 +190,42 @@ def test_key_changes_with_the_cores_of_a_process() -> None:
     assert after.fingerprint != before.fingerprint
 
 
-@pytest.mark.parametrize("name", ["SHLVL", "PORT", "SUPERVISOR_PROCESS_NAME", "INVOCATION_ID"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SHLVL", "TERM_SESSION_ID", "HOSTNAME", "PORT", "SUPERVISOR_PROCESS_NAME"),
+        *("INVOCATION_ID", "LISTEN_FDS", "GUNICORN_PID", "GUNICORN_FD"),
+    ],
+)
 def test_variables_of_supervisors_do_not_change_a_key(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = make_key(True, {}, None, "Model")
     monkeypatch.setenv(name, "of this process alone")
     assert make_key(True, {}, None, "Model") == before
+
+
+def test_instances_of_pm2_have_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its apps do not, which may have other variables."""
+    keys = []
+    for number, app in (("0", "app"), ("1", "app"), ("2", "other")):
+        own = {"pm_id": number, "pm_uptime": f"17958{number}", "restart_time": number}
+        own |= {"instance_var": "NUMBER", "NUMBER": number, "pm_pid_path": f"/pids/{number}"}
+        for name, value in {**own, "name": app}.items():
+            monkeypatch.setenv(name, value)
+        keys.append(make_key("name", {}, None, "Model"))
+    assert keys[0] == keys[1]
+    differences = list_differences(keys[1].facets, keys[2].facets)
+    assert differences == ["the environment variable name"]
+    # Without PM2 names in lower case are like all others.
+    for name in ("pm_id", "restart_time"):
+        monkeypatch.delenv(name)
+    before = make_key("name", {}, None, "Model")
+    monkeypatch.setenv("restart_time", "2")
+    after = make_key("name", {}, None, "Model")
+    assert list_differences(before.facets, after.facets) == [
+        "the environment variable restart_time"
+    ]
 
 
 # --- the batcher and the model --------------------------------------------------------------------
