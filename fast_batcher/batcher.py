@@ -1249,11 +1249,23 @@ def _close_dropped(calls: Session | SingleFlight, status: Status) -> None:
         warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
+def _is_started_by_multiprocessing(argv: Sequence[str]) -> bool:
+    """Return whether a command line is that of a spawned process or of the resource tracker."""
+    return "--multiprocessing-fork" in argv or argv[-1].startswith("from multiprocessing.")
+
+
 def _check_platform() -> None:
     if sys.platform == "win32":
         raise ConfigurationError(
             'worker processes need Linux or macOS; on Windows give workers="threads", or run the '
             "program inside WSL or a container"
+        )
+    # `multiprocessing` starts the executable again. `freeze_support` takes such a start over from
+    # the program, which would open a batcher otherwise, and so on.
+    if getattr(sys, "frozen", False) and _is_started_by_multiprocessing(sys.argv):
+        raise ConfigurationError(
+            "a frozen program was started as a worker process and opens a batcher; call "
+            "`multiprocessing.freeze_support()` first in its `if __name__ == '__main__':`"
         )
     # Set while a spawned process imports the main module. A batcher opened then would spawn a
     # process that imports the main module, and so on.

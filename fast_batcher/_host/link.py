@@ -60,9 +60,15 @@ def plain_settings(settings: Settings) -> dict[str, Any]:
 def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
     """Make the key of the host for a batcher of this process."""
     module = model_spec.module
+    shared, workers = settings.shared, settings.workers
+    asked_by = f"shared={shared!r}" if shared else f"workers={workers!r:.100}"
+    if getattr(sys, "frozen", False):
+        raise ConfigurationError(
+            f"{asked_by}: a frozen program, for example of PyInstaller, cannot start a host "
+            "process, because its executable would start the program again; omit the option and "
+            "run one server process, which has workers of its own"
+        )
     if module == "__main__":
-        shared, workers = settings.shared, settings.workers
-        asked_by = f"shared={shared!r}" if shared else f"workers={workers!r:.100}"
         raise ConfigurationError(
             f"{asked_by}: {model_spec.name} is defined in the main program, which the workers of "
             "a host process cannot import; move it to a module of its own"

@@ -5,6 +5,7 @@ Everything here is about a real worker process, or about a real program that has
 
 import asyncio
 import os
+import re
 import select
 import signal
 import sys
@@ -32,7 +33,7 @@ from models.ordinary import Gated, GatedOnLoad, Holds, Noisy, Whereabouts
 from models.raising import EXCEPTIONS, Raises
 from models.returning import OUTPUTS, Returns
 from packed_frames import pack
-from programs import Start, program
+from programs import Start, program, run_command
 from sessions import pids_of
 from waits import (
     LIMIT,
@@ -903,3 +904,49 @@ def test_suspended_process_group_loses_no_worker(program: Start) -> None:
     assert running.tells() == pid
     assert running.tells() == 0
     assert running.finish()[0] == 0
+
+
+# As a program of PyInstaller: its executable starts the program.
+FROZEN = """\
+import asyncio, sys
+from multiprocessing import spawn
+sys.frozen, sys.executable = True, {executable!r}
+spawn.set_executable(sys.executable)
+from fast_batcher import DynBatcher
+
+with open({starts!r}, "a") as file:
+    file.write("started\\n")
+with open({starts!r}) as file:
+    if len(file.readlines()) > 9:
+        sys.exit("it starts itself again and again")
+
+async def main():
+    async with DynBatcher("models.base:Echo", **{options!r}) as batcher:
+        await batcher.process_batched(1)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({}, r"multiprocessing\.freeze_support\(\)"),
+        ({"shared": True}, "shared=True: a frozen program.*omit the option"),
+        ({"shared": "name"}, "shared='name': a frozen program.*omit the option"),
+    ],
+)
+def test_frozen_program_does_not_start_itself_again_and_again(
+    options: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    executable, code, starts = tmp_path / "app", tmp_path / "app.py", tmp_path / "starts"
+    code.write_text(FROZEN.format(executable=str(executable), starts=str(starts), options=options))
+    executable.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
+    executable.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run_command([str(executable)], env=environment)
+    assert done.returncode != 0
+    assert re.search(remedy, done.stderr), done.stderr
+    # The program itself, and at most a worker and the resource tracker of `multiprocessing`.
+    assert len(starts.read_text().splitlines()) == (1 if options else 3)
