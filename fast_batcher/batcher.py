@@ -816,7 +816,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         new model. If a successor cannot load the model, all workers return to the previous
         arguments; a worker whose return fails ends, and is restarted like one that has died. A
         broken batcher is opened with the new arguments. With `shared` the reload applies to all
-        server processes.
+        server processes. Cached outputs of another model are not found: see docs/caching.md for
+        caches that outlive the process.
 
         Args:
             model_args: Positional arguments of the model's constructor, None for the current ones.

@@ -544,22 +544,26 @@ async def test_batchers_with_one_cache_answer_with_their_own_models(
         (Versioned, ("two",)),
         (Echo, ()),
     ]
-    answers = []
-    for _ in range(2):
-        for model, arguments in made:
-            async with DynBatcher(model, model_args=arguments, **options) as batcher:
-                answers.append(await batcher.process_batched("same"))
-                hits = batcher.stats.cache_hits
-        assert hits == len(answers) // 6
+    answers, hits = [], []
+    for model, arguments in made * 2:
+        async with DynBatcher(model, model_args=arguments, **options) as batcher:
+            answers.append(await batcher.process_batched("same"))
+            hits.append(batcher.stats.cache_hits)
+    assert hits == [0, 0, 0, 1, 1, 1]
     assert [answer[0] for answer in answers[:2]] == ["one", "two"]
     assert answers[2] == "same"
     assert answers[:3] == answers[3:]
 
 
-async def test_a_lasting_cache_follows_reloads_and_restarts(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [{"workers": "threads"}, {"shared": True}], ids=str)
+@pytest.mark.usefixtures("hosts")
+async def test_a_lasting_cache_follows_reloads_and_restarts(
+    place: dict[str, Any], tmp_path: Path
+) -> None:
     weights = tmp_path / "weights"
     weights.write_text("old")
-    options: dict[str, Any] = {"workers": "threads", "cache": LRUCache(9)}
+    options: dict[str, Any] = {**place, "cache": LRUCache(9)}
 
     async def ask(batcher: DynBatcher[Any, Any], *, hits: int) -> str:
         before = batcher.stats.cache_hits

@@ -425,7 +425,7 @@ def test_identity_depends_on_the_code_and_not_on_its_time(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "some_code.py"
-    found = []
+    found: list[str] = []
     for code in ("a = 1", "a = 1", "a = 2"):
         file.write_text(code)
         os.utime(file, (len(found), len(found)))
