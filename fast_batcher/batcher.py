@@ -1261,8 +1261,8 @@ def _check_platform() -> None:
             'worker processes need Linux or macOS; on Windows give workers="threads", or run the '
             "program inside WSL or a container"
         )
-    # `multiprocessing` starts the executable again; `multiprocessing.freeze_support` takes over from
-    # the program, which would open another batcher, and so on.
+    # `multiprocessing` starts the executable again. There `multiprocessing.freeze_support` takes
+    # over from the program, which would open another batcher, and so on.
     if getattr(sys, "frozen", False) and _is_started_by_multiprocessing(sys.argv):
         raise ConfigurationError(
             "a frozen program was started as a worker process and opens a batcher; call "
