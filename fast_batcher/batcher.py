@@ -1015,6 +1015,14 @@ class DynBatcher(Generic[InputT, OutputT]):
             "and its batcher in a function, and pass this function to the other process"
         )
 
+    def __call__(self, app: "DynBatcher[Any, Any]") -> NoReturn:
+        """Name the remedy for a batcher that is taken for its lifespan or for a function."""
+        # FastAPI takes no parameter of this type, so `Depends(batcher)` fails at its definition.
+        raise TypeError(
+            f"{self.name}: a batcher cannot be called: FastAPI(lifespan=batcher.lifespan) opens it "
+            "with the app, and `await batcher.process_batched(value)` computes"
+        )
+
     def __repr__(self) -> str:
         stats = self.stats
         return (
@@ -1220,6 +1228,26 @@ class DynBatcher(Generic[InputT, OutputT]):
             calls.end(grace)
             if not calls.binding.loop.is_running():
                 self._thread_calls.fail(self._status.unanswered_error)
+
+
+def check_batchers(caller: str, *batchers: object) -> None:
+    """Raise ConfigurationError unless these are batchers whose names tell them apart."""
+    named: dict[str, object] = {}
+    for batcher in batchers:
+        if not isinstance(batcher, DynBatcher):
+            raise ConfigurationError(
+                f"{caller}: {batcher!r:.100} is of type {type(batcher).__name__}: give the "
+                "DynBatcher itself, several as several arguments"
+            )
+        if named.setdefault(batcher.name, batcher) is not batcher:
+            raise ConfigurationError(
+                f"{caller}: two batchers have the name {batcher.name!r}, by which they are told "
+                f"apart; give one of them another: {GIVE_NAME}"
+            )
+
+
+# The remedy for batchers of one name.
+GIVE_NAME = 'DynBatcher(..., name="...")'
 
 
 # The tasks that close dropped batchers: an event loop refers to its tasks weakly.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
 from fast_batcher._core.values import Release
-from fast_batcher.batcher import DynBatcher
+from fast_batcher.batcher import DynBatcher, check_batchers
+from fast_batcher.errors import ConfigurationError
 from fast_batcher.observing import (
     BatchAnswered,
     CacheResult,
@@ -73,8 +74,10 @@ def instrument(batcher: DynBatcher[Any, Any], registry: CollectorRegistry | None
 
     Raises:
         ValueError: The registry already has other metrics with one of these names.
+        ConfigurationError: An argument is of another type.
     """
-    registry = REGISTRY if registry is None else registry
+    check_batchers("instrument", batcher)
+    registry = _check_registry("instrument", registry)
     metrics = _metrics.get(registry)
     if metrics is None:
         metrics = _metrics[registry] = _Metrics(registry)
@@ -94,7 +97,11 @@ def metrics_router(registry: CollectorRegistry | None = None) -> "APIRouter":
 
     Args:
         registry: The registry to show, None for `prometheus_client.REGISTRY`.
+
+    Raises:
+        ConfigurationError: `registry` is of another type, for example a batcher.
     """
+    registry = _check_registry("metrics_router", registry)
     try:
         from fastapi import APIRouter, Response
     except ModuleNotFoundError as error:
@@ -107,13 +114,25 @@ def metrics_router(registry: CollectorRegistry | None = None) -> "APIRouter":
     # A plain function, which runs in a thread: the event loop does not wait for the text.
     @router.get("/metrics")
     def metrics() -> Response:
-        shown = REGISTRY if registry is None else registry
+        shown = registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             shown = CollectorRegistry()
             MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # it has no annotations
         return Response(generate_latest(shown), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
+
+
+def _check_registry(caller: str, registry: CollectorRegistry | None) -> CollectorRegistry:
+    """Return a registry, by default that of the process."""
+    if registry is None:
+        return REGISTRY
+    if not isinstance(registry, CollectorRegistry):
+        raise ConfigurationError(
+            f"{caller}: registry={registry!r:.100}: give a prometheus_client.CollectorRegistry, or "
+            "omit it; `instrument(batcher)` adds the metrics of a batcher"
+        )
+    return registry
 
 
 class _Metrics:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Lifespan, StatefulLifespan
 
-from fast_batcher.batcher import DynBatcher
+from fast_batcher.batcher import DynBatcher, check_batchers
 from fast_batcher.encoding import to_json
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.fastapi.errors import RETRY_AFTER, find_answer, public_text
@@ -53,6 +53,7 @@ def dependency(
     Keep it in a variable, so that tests can replace it in `app.dependency_overrides`. It has no
     parameters, so OpenAPI shows none.
     """
+    check_batchers("dependency", batcher)
 
     # A coroutine function: FastAPI runs a plain function in a thread at every request.
     async def get_batcher() -> DynBatcher[InputT, OutputT]:
@@ -75,6 +76,7 @@ def request_timeout(
         header: Name of the header. Its value is a decimal number of seconds, above 0 and at most a
             year; anything else is answered with 400.
     """
+    check_batchers("request_timeout", batcher)
     if not re.fullmatch(r"[A-Za-z0-9-]+", header):
         raise ConfigurationError(
             f"header={header!r}: give letters, digits and hyphens, for example {TIMEOUT_HEADER!r}"
@@ -126,6 +128,7 @@ def health_router(
     """
     if not batchers:
         raise ConfigurationError("health_router: give the batchers that must be ready")
+    check_batchers("health_router", *batchers)
     if broken_timeout is not None and not broken_timeout >= 0:
         raise ConfigurationError(
             f"health_router: broken_timeout={broken_timeout!r}: give 0 or more seconds, or None"
@@ -182,7 +185,16 @@ def combine_lifespans(*lifespans: Lifespan[AppT]) -> StatefulLifespan[AppT]:
 
     If a lifespan fails to start, the ones before it are left again and the error stops the server.
     The dicts that they yield are merged; for equal keys the later lifespan wins.
+
+    Raises:
+        ConfigurationError: An argument is a batcher, or cannot be called.
     """
+    for lifespan in lifespans:
+        if isinstance(lifespan, DynBatcher) or not callable(lifespan):
+            raise ConfigurationError(
+                f"combine_lifespans: {lifespan!r:.100} is of type {type(lifespan).__name__}: give "
+                "functions of the app, for example batcher.lifespan"
+            )
 
     @asynccontextmanager
     async def combined(app: AppT) -> AsyncIterator[Any]:

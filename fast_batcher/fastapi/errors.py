@@ -22,6 +22,7 @@ from fastapi.exception_handlers import (
 )
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -187,13 +188,9 @@ def install_exception_handlers(
         queue_full_status: 503, or 429 as some clients expect it.
         debug: Put the traceback of a 500 into the body; never in production.
     """
+    _check_app(app)
     if queue_full_status not in (503, 429):
         raise errors.ConfigurationError(f"queue_full_status={queue_full_status!r}: give 503 or 429")
-    if app.middleware_stack is not None:
-        raise errors.ConfigurationError(
-            "install_exception_handlers(app) must be called before the app starts, where the app "
-            "is made, not in its lifespan or an endpoint"
-        )
 
     async def answer(connection: HTTPConnection, error: Exception) -> Any:
         assert isinstance(error, errors.BatcherError | BodyError)  # it is installed for these
@@ -213,6 +210,20 @@ def install_exception_handlers(
     app.add_exception_handler(BodyError, answer)
     if app.exception_handlers.get(RequestValidationError) is request_validation_exception_handler:
         app.add_exception_handler(RequestValidationError, _answer_invalid)
+
+
+def _check_app(app: object) -> None:
+    """Raise unless this is an app that has not started."""
+    if not isinstance(app, Starlette):
+        raise errors.ConfigurationError(
+            f"install_exception_handlers: {app!r:.100} is of type {type(app).__name__}: give the "
+            "app; it has the handlers of its routers, too"
+        )
+    if app.middleware_stack is not None:
+        raise errors.ConfigurationError(
+            "install_exception_handlers(app) must be called before the app starts, where the app "
+            "is made, not in its lifespan or an endpoint"
+        )
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:

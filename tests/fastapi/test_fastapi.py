@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import httpx2
 import pytest
 from apps.models import BreaksOnLoad, Echo, Gated, Raises, TooDarkError
-from fastapi import Depends, FastAPI, HTTPException, Request, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from fastapi_versions import needs_included_routers
@@ -35,7 +35,9 @@ from fast_batcher.fastapi import (
     health_router,
     install_exception_handlers,
     request_timeout,
+    status_router,
 )
+from fast_batcher.prometheus import instrument, metrics_router
 
 __all__ = ["gate", "serve", "thread"]
 
@@ -675,6 +677,55 @@ def test_health_router_options_are_checked() -> None:
     for seconds in (-1, float("nan")):
         with pytest.raises(errors.ConfigurationError, match=f"broken_timeout={seconds}"):
             health_router(DynBatcher(Echo), broken_timeout=seconds)
+
+
+def named_alike() -> list[DynBatcher[Any, Any]]:
+    return [DynBatcher(Echo), DynBatcher(Echo, max_batch_size=8)]
+
+
+# Calls with a mistake, and a part of the message.
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "health of a list": (lambda: health_router([DynBatcher(Echo)]), "list"),  # type: ignore[arg-type]
+    "health of a class": (lambda: health_router(Echo), "health_router"),  # type: ignore[arg-type]
+    "status of a list": (lambda: status_router([DynBatcher(Echo)]), "list"),  # type: ignore[arg-type]
+    "health of one name": (lambda: health_router(*named_alike()), 'name="..."'),
+    "status of one name": (lambda: status_router(*named_alike()), "two batchers have the name"),
+    "dependency of a class": (lambda: dependency(Echo), "dependency"),  # type: ignore[arg-type]
+    "timeout of an app": (lambda: request_timeout(FastAPI()), "FastAPI"),  # type: ignore[arg-type]
+    "lifespan of a batcher": (lambda: combine_lifespans(DynBatcher(Echo)), "batcher.lifespan"),  # type: ignore[arg-type]
+    "lifespan of nothing": (lambda: combine_lifespans(None), "NoneType"),  # type: ignore[arg-type]
+    "handlers of a router": (lambda: install_exception_handlers(APIRouter()), "APIRouter"),  # type: ignore[arg-type]
+    "metrics of a batcher": (lambda: metrics_router(DynBatcher(Echo)), "instrument(batcher)"),  # type: ignore[arg-type]
+    "metrics for an app": (lambda: instrument(FastAPI()), "instrument"),  # type: ignore[arg-type]
+    "metrics in an app": (lambda: instrument(DynBatcher(Echo), FastAPI()), "registry="),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_helpers_check_their_arguments(mistake: str) -> None:
+    """At the call, and not at the first request."""
+    make, part = MISTAKES[mistake]
+    with pytest.raises(errors.ConfigurationError, match=re.escape(part)):
+        make()
+
+
+def test_one_batcher_may_be_named_twice() -> None:
+    batcher = DynBatcher(Echo)
+    health_router(batcher, batcher)
+
+
+def test_batcher_in_place_of_its_lifespan_is_named() -> None:
+    app = FastAPI(lifespan=DynBatcher(Echo))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"lifespan=batcher\.lifespan"), TestClient(app):
+        pass
+
+
+def test_batcher_in_place_of_a_dependency_is_an_error_at_once() -> None:
+    app, batcher = FastAPI(), DynBatcher(Echo)
+    with pytest.raises(Exception, match="DynBatcher"):
+
+        @app.get("/")
+        async def endpoint(found: Annotated[Any, Depends(batcher)]) -> None: ...
 
 
 # --- uvicorn --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 
 from fast_batcher._process import monotonic, read_rss
 from fast_batcher._session.life import call_on_end
-from fast_batcher.batcher import DynBatcher
+from fast_batcher.batcher import DynBatcher, check_batchers
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.fastapi.errors import find_answer, public_text, recent_errors
 from fast_batcher.fastapi.status.recorder import (
@@ -436,6 +436,7 @@ def status_router(
     """
     if not batchers:
         raise ConfigurationError("status_router: give one or more batchers")
+    check_batchers("status_router", *batchers)
     router = APIRouter(
         prefix=prefix,
         dependencies=dependencies,
