@@ -55,6 +55,25 @@ def find_gpus(
     return [f"cuda:{number}" for number in range(count)]
 
 
+# Devices of GPUs that CUDA or ROCm find without /dev/nvidia0: on WSL, of AMD, on Jetson.
+OTHER_NODES = ("dxg", "kfd", "nvhost-gpu", "nvgpu")
+
+
+def find_missing(
+    devices: Sequence[str], environ: Mapping[str, str], nodes: Path = Path("/dev")
+) -> list[str]:
+    """Name those of the devices that are GPUs this machine does not have, as far as is known.
+
+    Those that `VISIBLE_DEVICES` does not have are errors.
+    """
+    if _visible_devices(environ) is not None or any(
+        (nodes / name).exists() for name in OTHER_NODES
+    ):
+        return []
+    present = find_gpus(environ, nodes)
+    return [name for name in devices if _GPU.fullmatch(name) and name not in present]
+
+
 def name_devices(devices: str | Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the devices as a list of names; "auto" is all GPUs, or the CPU without any."""
     if devices == "auto":

@@ -35,7 +35,7 @@ from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, cast,
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._core.values import STATE_OPEN, Event, Request, State
-from fast_batcher._devices import CoreClaim
+from fast_batcher._devices import CoreClaim, find_gpus, find_missing
 from fast_batcher._identity import identify_reloaded
 from fast_batcher._mps import check_control
 from fast_batcher._process import frozen, monotonic
@@ -237,6 +237,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         self.name: str = spec.name if name is None else name
         warn_about_workers(settings)
         warn_about_hooks(model)
+        missing = find_missing(settings.devices or (), os.environ)
+        if missing:  # a warning, because an app may be imported or tested on another machine
+            text = "%s: devices=%r: this machine has %s: the model would not find %s"
+            present = ", ".join(find_gpus(os.environ)) or "no GPU"
+            logger.warning(text, self.name, settings.devices, present, ", ".join(missing))
         self._ledger = Ledger(self.name, settings.observers)
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
@@ -247,9 +252,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._finalizer: weakref.finalize[..., Any] | None = None
         # Whether a call has opened it, and nothing else.
         self._was_opened_by_call = False
+        # Whether a call has come after the end of the event loop of earlier ones.
+        self._has_changed_loops = False
         # Done when the running `aclose` ends; None without one.
         self._closing: Future[None] | None = None
         self._thread_calls = ThreadCalls()
+        self._sessions: weakref.WeakSet[BatchSession[InputT, OutputT]] = weakref.WeakSet()
         # Closes it at the end of the drain that SIGTERM began, None before.
         self._late_close: asyncio.Task[None] | None = None
         # The last reload, None before the first.
@@ -416,7 +424,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             timeout = self._settings.timeout
         idle_timeout = math.inf if timeout is None else checked_timeout(timeout)
         find, is_present = self._find_session, self._is_present
-        return BatchSession(idle_timeout, find, is_present, lambda: self._settings.timeout)
+        made: BatchSession[InputT, OutputT] = BatchSession(
+            idle_timeout, find, is_present, lambda: self._settings.timeout
+        )
+        self._sessions.add(made)
+        return made
 
     @overload
     async def process_many(
@@ -568,7 +580,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Returns:
             A future for the output, with the errors of `process_batched`. Cancelling the future
-            cancels the call. Do not wait for it on the event loop's own thread.
+            cancels the call. A wait for it on the event loop's own thread raises RuntimeError.
 
         Raises:
             NotReadyError: The batcher has not been opened, or its event loop is closed. A loop that
@@ -689,6 +701,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         closing = self._closing = loop.create_future()
         try:
             self.begin_drain()
+            self._warn_about_sessions()
             await calls.aclose()
         finally:
             # If the wait was cancelled, end without waiting.
@@ -697,6 +710,17 @@ class DynBatcher(Generic[InputT, OutputT]):
             if self._closing is closing:
                 self._closing = None
             closing.set_result(None)
+
+    def _warn_about_sessions(self) -> None:
+        loose = sum(session.is_loose for session in self._sessions)
+        if loose:
+            logger.warning(
+                "%s: aclose() waits up to drain_timeout=%s seconds for sessions without an `async "
+                "with` block (%d): begin them in one, or end each with `await session.aclose()`",
+                self.name,
+                self._settings.drain_timeout,
+                loose,
+            )
 
     def stop(self) -> None:
         """Close at once, from synchronous code, in any state. May be repeated.
@@ -1122,8 +1146,20 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._begin_open(by_call=True)
         # The timer of the next try is lost with its loop.
         elif (status.takes_calls or status.given_up is not None) and self._leave_closed_loop():
+            self._warn_about_loops()
             self._begin_open(by_call=self._was_opened_by_call)
         return self._accepting_session()
+
+    def _warn_about_loops(self) -> None:
+        """Warn once that the calls of this program come on one event loop after the other."""
+        if self._was_opened_by_call and not self._has_changed_loops and not session_makers:
+            self._has_changed_loops = True
+            logger.warning(
+                "%s: its event loop was closed, so this call starts new workers, which load the "
+                "model again. In a test use `with TestClient(app)`: without `with` each request "
+                "has a loop of its own. In a script call `asyncio.run` once",
+                self.name,
+            )
 
     def _find_calls(self) -> Session | SingleFlight:
         """Return what takes calls on the running event loop."""

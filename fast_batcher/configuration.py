@@ -20,12 +20,11 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.settings import OPTIONS, Option, suggest_parameter
+from fast_batcher.settings import OPTIONS, Option, find_similar_name, suggest_parameter
 
 logger: logging.Logger = logging.getLogger("fast_batcher")
 
@@ -72,11 +71,20 @@ def find_options(batcher: str) -> dict[str, Outside]:
     """
     path = _find_file()
     found = {} if path is None else dict(_read_file(path, batcher))
-    return found | dict(_read_environment(os.environ, batcher))
+    found |= dict(_read_environment(os.environ, batcher))
+    for source in find_similar(batcher):
+        logger.warning(
+            "%s is not for the batcher %r, whose name there is %s: correct it unless another "
+            "batcher is meant",
+            source,
+            batcher,
+            _label_of(batcher),
+        )
+    return found
 
 
 def find_similar(batcher: str) -> list[str]:
-    """Return the variables, and tables of the file, that are for batchers of similar names.
+    """Return the variables, and tables of the file, that name this batcher with a slip.
 
     Raises:
         ConfigurationError: The file cannot be read.
@@ -88,11 +96,28 @@ def find_similar(batcher: str) -> list[str]:
     for variable in os.environ:
         if variable.startswith(PREFIX) and SEPARATOR in variable:
             owners[variable] = variable.removeprefix(PREFIX).rpartition(SEPARATOR)[0]
-    return [
-        source
-        for source, owner in owners.items()
-        if owner != label and get_close_matches(owner, [label])
-    ]
+    return [source for source, owner in owners.items() if _is_misspelt(owner, label)]
+
+
+def _is_misspelt(owner: str, label: str) -> bool:
+    """Whether a name is another one with a slip, and not that of a sibling.
+
+    Siblings differ in a number or in a whole word: EMBED_EN and EMBED_FR, RANKER1 and RANKER2.
+    """
+    if owner == label:
+        return False
+    words, others = owner.split("_"), label.split("_")
+    if len(words) != len(others):
+        words, others = [owner.replace("_", "")], [label.replace("_", "")]
+    return all(
+        word == other
+        or (word.strip("0123456789") != other.strip("0123456789") and _is_close(word, other))
+        for word, other in zip(words, others, strict=True)
+    )
+
+
+def _is_close(word: str, other: str) -> bool:
+    return find_similar_name(word.lower(), [other.lower()]) is not None
 
 
 def _find_file() -> Path | None:

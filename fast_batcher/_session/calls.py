@@ -252,6 +252,32 @@ class BatchMethods:
         return self._methods[name]
 
 
+class ThreadFuture(concurrent.futures.Future[Any]):
+    """The future of a call from another thread; the event loop's thread must not wait for it."""
+
+    def __init__(self, binding: LoopBinding) -> None:
+        super().__init__()
+        self._binding = binding
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the outcome, at most `timeout` seconds, and return it or raise its error."""
+        self._refuse_deadlock(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the outcome, at most `timeout` seconds, and return its error."""
+        self._refuse_deadlock(timeout)
+        return super().exception(timeout)
+
+    def _refuse_deadlock(self, timeout: float | None) -> None:
+        is_wait = not self.done() and (timeout is None or timeout > 0)
+        if is_wait and self._binding.is_current:
+            raise RuntimeError(
+                "submit() was called on the event loop's thread, which computes nothing while it "
+                "waits for the result; use `await batcher.process_batched(value)`"
+            )
+
+
 class ThreadCalls:
     """Calls of other threads without an outcome, each with a task on the event loop."""
 
@@ -269,7 +295,7 @@ class ThreadCalls:
         Raises:
             RuntimeError: The loop is closed.
         """
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future = ThreadFuture(binding)
 
         def start() -> None:
             if future.done():  # its thread has withdrawn it, and it was never a call

@@ -67,6 +67,11 @@ class LoopBinding:
         return self.loop.is_running() and self.thread != get_ident()
 
     @property
+    def is_current(self) -> bool:
+        """Whether the event loop runs in the thread of this call."""
+        return self.loop.is_running() and self.thread == get_ident()
+
+    @property
     def is_forked(self) -> bool:
         """Whether this is a forked copy: workers and event loop belong to another process."""
         return self._pid != os.getpid()

@@ -34,6 +34,7 @@ class BatchSession(Generic[InputT, OutputT]):
         # One call at a time, in order.
         self._turn = asyncio.Lock()
         self._is_over = False
+        self._has_block = False
 
     async def process_batched(self, value: InputT, *, timeout: float | None = None) -> OutputT:
         """Wait for the model's output for the next input of the session.
@@ -99,7 +100,22 @@ class BatchSession(Generic[InputT, OutputT]):
             opening.binding.require_own_thread("aclose() of a session", RUN_THREADSAFE)
             opening.end_session(self._place)
 
+    @property
+    def is_loose(self) -> bool:
+        """Whether it lives, and no `async with` block will end it."""
+        return not self._has_block and self._lives() and self._place.end is None
+
+    def _lives(self) -> bool:
+        opening = self._opening
+        return opening is not None and not self._is_over and self._is_present(opening)
+
+    def __del__(self) -> None:
+        # The app has dropped it, on any thread: nobody can call or close it any more.
+        if self._lives() and self._opening is not None and not self._opening.binding.is_forked:
+            self._opening.binding.call(self._opening.end_session, self._place)
+
     async def __aenter__(self) -> Self:
+        self._has_block = True
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -682,6 +683,19 @@ async def test_a_submitted_request_is_cancelled_from_its_thread(
         visit.let_on()
         results = [await asyncio.wrap_future(one) for one in (running[0], *waiting[::2])]
         assert results == [0, 2, 4]
+
+
+async def test_waiting_for_a_submitted_call_on_the_loop_is_an_error() -> None:
+    """It would wait for ever: the loop that computes the answer is the one that waits."""
+    async with DynBatcher(Echo) as batcher:
+        future = batcher.submit("a")
+        for wait in (future.result, future.exception, partial(future.result, LIMIT)):
+            with pytest.raises(RuntimeError, match="use `await batcher"):
+                wait()
+        with pytest.raises(TimeoutError):
+            future.result(0)  # a look, which does not wait
+        assert await asyncio.wrap_future(future) == "a"
+        assert (future.result(), future.exception()) == ("a", None)
 
 
 async def test_the_timeout_of_a_submitted_request_counts_from_its_call(gate: Gate) -> None:

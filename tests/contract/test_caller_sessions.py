@@ -466,6 +466,33 @@ async def test_sessions_end_while_the_batcher_drains(place: Any) -> None:
 
 
 @one_loop
+async def test_closing_names_the_sessions_that_no_block_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batcher = DynBatcher(Diary, workers="threads", drain_timeout=0.0)
+    await batcher.open()
+    left, ended, unused = [batcher.session() for _ in range(3)]
+    async with batcher.session() as within:
+        for session in (left, ended, within):
+            await session.process_batched(Line("s", 1))
+        await ended.aclose()
+        await batcher.aclose()
+    (message,) = [text for text in caplog.messages if "sessions" in text]
+    assert message.startswith("Diary: aclose() waits up to drain_timeout=0.0 seconds for sessions")
+    assert "(1)" in message
+    del left, unused
+
+
+@one_loop
+@every_place
+async def test_a_dropped_session_ends(place: Any) -> None:
+    async with DynBatcher(Diary, **place, drain_timeout=LIMIT) as batcher:
+        await batcher.session().process_batched(Line("s", 1))
+        await until(lambda: batcher.stats.batches == 1 and not batcher.stats.sessions)
+        assert await live(batcher) == 0
+
+
+@one_loop
 @every_place
 async def test_no_session_begins_while_the_batcher_drains(place: Any) -> None:
     """Also none that had called before, and found no place."""

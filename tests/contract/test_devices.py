@@ -14,7 +14,7 @@ from programs import run_command
 from waits import until
 
 from fast_batcher import ConfigurationError, DynBatcher
-from fast_batcher._devices import find_gpus, place_workers, share_cores
+from fast_batcher._devices import find_gpus, find_missing, place_workers, share_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -155,6 +155,25 @@ def test_missing_device_is_rejected(
     with pytest.raises(ConfigurationError) as caught:
         DynBatcher(Echo, devices=devices)
     assert str(caught.value).startswith(f"devices=['{devices}']: {message}")
+
+
+def test_gpus_that_the_machine_does_not_have_are_named(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    assert find_missing(["cuda:0", "cuda:9", "cpu", "cpu:0"], {}, tmp_path) == ["cuda:9"]
+    assert find_missing(["cuda:9"], {"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == []
+    (tmp_path / "kfd").touch()  # GPUs of AMD, which have other names
+    assert find_missing(["cuda:9"], {}, tmp_path) == []
+
+
+def test_missing_gpu_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    batcher = DynBatcher(Echo, devices=["cpu", "cuda:99"])
+    (message,) = caplog.messages
+    assert message.startswith("Echo: devices=['cpu', 'cuda:99']: this machine has ")
+    assert message.endswith("the model would not find cuda:99")
+    assert batcher.stats.num_workers == 2
 
 
 def test_workers_are_pinned_on_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -542,6 +542,24 @@ def documented(responses: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
+def test_client_without_its_block_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Each request has an event loop of its own, and the model is loaded for each."""
+    batcher = DynBatcher(Echo)
+    app = FastAPI(lifespan=batcher.lifespan)
+
+    @app.get("/")
+    async def ask() -> str:
+        return await batcher.process_batched("a")
+
+    client = TestClient(app)
+    for count in (0, 1, 1):
+        assert client.get("/").json() == "a"
+        warnings = [text for text in caplog.messages if "with TestClient(app)" in text]
+        assert len(warnings) == count
+    batcher.stop()
+
+
 def test_openapi_shows_exactly_the_statuses_that_were_named() -> None:
     responses = documented(error_responses(429, 413, 500))["paths"]["/"]["get"]["responses"]
     assert set(responses) == {"200", "429", "413", "500"}

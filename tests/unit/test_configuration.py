@@ -231,6 +231,40 @@ def test_variables_unlike_any_option_are_one_warning(
 
 
 @pytest.mark.parametrize(
+    ("batcher", "owner", "is_slip"),
+    [
+        *(("reranker", "RERANKERR", True), ("reranker", "RE_RANKER", True)),
+        *(("re-ranker", "RERANKER", True), ("embed-en", "EMBEDD_EN", True)),
+        # Other batchers.
+        *(("embed-en", "EMBED_FR", False), ("ranker1", "RANKER2", False)),
+        *(("embedder", "EMBEDDER_LARGE", False), ("embedder", "RERANKER", False)),
+    ],
+)
+def test_a_slip_in_the_name_of_a_batcher_is_a_warning(
+    batcher: str,
+    owner: str,
+    is_slip: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    variable = f"FAST_BATCHER_{owner}__MAX_BATCH_SIZE"
+    monkeypatch.setenv(variable, "7")
+    assert DynBatcher(Echo, name=batcher).settings["max_batch_size"].value == 32
+    assert [variable in message for message in caplog.messages] == [True] * is_slip
+
+
+def test_a_slip_in_the_name_of_a_table_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    path = tmp_path / "batchers.toml"
+    path.write_text("[batchers.rerankerr]\nmax_batch_size = 7")
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    DynBatcher(Echo, name="reranker")
+    (message,) = caplog.messages
+    assert f"{path}: [batchers.rerankerr]" in message
+
+
+@pytest.mark.parametrize(
     ("variable", "hint"),
     [
         ("MAX_BATCHSIZE", "Did you mean 'max_batch_size'?"),
