@@ -51,6 +51,7 @@ from fast_batcher._session.life import (
     call_on_end,
     call_on_sigterm,
 )
+from fast_batcher._session.loop_watch import watch_loop
 from fast_batcher._session.offload import offload
 from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._session.sessions import BatchSession
@@ -1084,8 +1085,16 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._detach_finalizer()
         self._finalizer = weakref.finalize(self, _close_dropped, self._calls, self._status)
         self._finalizer.atexit = False  # the end of the interpreter ends what is left
+        watch_loop(self._note_lag)
         session.begin()
         return session
+
+    def _note_lag(self, seconds: float) -> bool | None:
+        """Count the seconds for which the event loop was blocked; see `loop_watch`."""
+        if self._status.state in (State.NEW, State.CLOSED):
+            return None
+        self._ledger.counters.loop_blocked += seconds
+        return seconds > 0 and self.stats.submitted > 0
 
     def _detach_finalizer(self) -> None:
         if self._finalizer is not None:

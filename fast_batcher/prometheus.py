@@ -167,6 +167,10 @@ class _Metrics:
         self.late_errors: Counter = count(
             "late_errors_total", "Batches whose error no caller has got, because they had left."
         )
+        self.loop_blocked: Counter = count(
+            "event_loop_blocked_seconds_total",
+            "Time for which the event loop of an API process was blocked, at least.",
+        )
         self.cache: Counter = count(
             "cache_requests_total", "Calls of a batcher with a cache, by its result.", "result"
         )
@@ -240,6 +244,7 @@ class _Series:
         }
         self.restarts = metrics.restarts.labels(model)
         self.late_errors = metrics.late_errors.labels(model)
+        self.loop_blocked = metrics.loop_blocked.labels(model)
         self.cache = {
             result: metrics.cache.labels(model, result) for result in get_args(CacheResult)
         }
@@ -280,9 +285,11 @@ class PrometheusObserver(Observer):
         self._batcher = batcher
         self._metrics = metrics
         self._timer: asyncio.Handle | None = None
-        # This batcher's part of the gauges; its late errors and chunks that are counted already.
+        # This batcher's part of the gauges; its late errors, chunks and seconds of a blocked loop
+        # that are counted already.
         self._shown = [0.0] * len(Figures())
         self._late_errors = self._chunks = 0
+        self._loop_blocked = 0.0
         self._gpu_bytes: dict[int, int] = {}
 
     @cached_property
@@ -397,6 +404,9 @@ class PrometheusObserver(Observer):
             if is_stepped:
                 self._streams.chunks.inc(max(0, chunks - self._chunks))
         self._late_errors, self._chunks = late, chunks
+        # Each process has a loop of its own, whichever reports.
+        blocked, self._loop_blocked = stats.loop_blocked - self._loop_blocked, stats.loop_blocked
+        self._series.loop_blocked.inc(blocked)
 
     def _show_gpu_bytes(self, found: dict[int, int]) -> None:
         for worker in found.keys() | self._gpu_bytes.keys():

@@ -600,6 +600,7 @@ class RemoteSession(Session):
             cache_hits=here.cache_hits,
             cache_misses=here.cache_misses,
             cache_coalesced=here.cache_coalesced,
+            loop_blocked=here.loop_blocked,
             # There are none without a host.
             live_streams=min(host.live_streams, here.running),
             places=host.places and self.settings.batch_limit * here.workers_ready,

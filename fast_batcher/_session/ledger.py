@@ -25,6 +25,7 @@ from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.values import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher._process import monotonic
+from fast_batcher._session.loop_watch import blame_loop
 from fast_batcher._session.streams import StreamFigures
 from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import BatcherError, InputError, can_be_shown, forget_frames
@@ -88,6 +89,8 @@ class Counters:
     late_errors: LateErrors = field(default_factory=LateErrors)
     # Successful calls of `reload`.
     generation: int = 0
+    # Seconds for which the event loop was blocked.
+    loop_blocked: float = 0.0
     # Calls of a batcher with a cache, by a `CacheResult`.
     cache_results: Counter[str] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)
@@ -150,6 +153,7 @@ class Counters:
             cache_coalesced=self.cache_results["coalesced"],
             backlog=backlog,
             places=places,
+            loop_blocked=self.loop_blocked,
             **self.streams.describe(),
         )
 
@@ -308,6 +312,7 @@ def set_exception(request: Request, error: BaseException) -> bool:
     """Give one caller an error; return False if the caller has gone."""
     if request.staged is not None:  # a task that never runs again keeps the request
         request.staged.release()
+    blame_loop(error, request)
     # Those of a function of the user hold the input, the caller's future, and so the error itself.
     forget_frames(error)
     try:

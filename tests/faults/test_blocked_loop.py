@@ -10,15 +10,22 @@ import pytest
 from models.base import Echo
 from models.large import Digests, digest
 from models.ordinary import Gated, GatedOnLoad, Grows
+from prometheus_client import CollectorRegistry
 from sender_harness import MEBI, copier_held, until_copying
 from sessions import session_of
-from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
+from shared_hosts import hosts
+from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns, until
 
-from fast_batcher import DeadlineExceededError, DynBatcher
+from fast_batcher import DeadlineExceededError, DynBatcher, NotReadyError
+from fast_batcher._core.loop_lag import SERIOUS, TICK
 from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._parent.worker_handle import WorkerHandle
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._session import session
+from fast_batcher.fastapi.status.page import _of_loop
+from fast_batcher.prometheus import instrument
+
+__all__ = ["hosts"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -105,6 +112,61 @@ async def test_unanswered_request_expires_after_blocked_loop(next_thing: str, ga
         assert isinstance(await outcome(waiting), DeadlineExceededError)
         gate.close()
         assert_balance(batcher)
+
+
+@pytest.mark.parametrize("place", [{}, {"workers": "threads"}, {"shared": True}])
+async def test_blocked_loop_is_named_in_log_error_and_statistics(
+    place: Any, caplog: pytest.LogCaptureFixture, hosts: object
+) -> None:
+    """The loop, and not the model, which would have answered at once."""
+    batcher, registry = DynBatcher(Echo, **place), CollectorRegistry()
+    instrument(batcher, registry)
+    async with batcher:
+        assert await batcher.process_batched("first") == "first"
+        if place.get("shared"):  # its statistics are a second old
+            await until(lambda: batcher.stats.submitted > 0)
+        before = batcher.stats.loop_blocked
+        late = call(batcher, "late", timeout=0.5)
+        await asyncio.sleep(0)
+        time.sleep(SERIOUS + TICK)
+        error = await outcome(late)
+        assert isinstance(error, DeadlineExceededError | NotReadyError)
+        assert "; the event loop was blocked for " in str(error)
+        await until(lambda: batcher.stats.loop_blocked >= before + SERIOUS)
+        time.sleep(SERIOUS + TICK)
+        blocked = batcher.stats.loop_blocked
+        await until(lambda: batcher.stats.loop_blocked > blocked)
+        metric, labels = "fast_batcher_event_loop_blocked_seconds_total", {"model": "Echo"}
+        await until(lambda: (registry.get_sample_value(metric, labels) or 0.0) > blocked)
+        (problem,) = [problem for problem in _of_loop(monotonic()) if "event loop" in problem.text]
+        assert problem.level == "warning"
+    (warning,) = [text for text in caplog.messages if "event loop" in text]  # one in a minute
+    assert warning.startswith("the event loop was blocked for ")
+    assert "Echo" not in warning
+
+
+async def test_blocked_loop_of_an_app_that_starts_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with DynBatcher(Echo, workers="threads") as batcher:
+        time.sleep(SERIOUS + TICK)
+        await until(lambda: batcher.stats.loop_blocked >= SERIOUS)
+    assert not [text for text in caplog.messages if "event loop" in text]
+
+
+async def test_two_batchers_of_a_loop_have_one_watch(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (DynBatcher(Echo, workers="threads", name=name) for name in "ab")
+    async with first:
+        async with second:
+            assert await second.process_batched("a") == "a"
+            time.sleep(SERIOUS + TICK)
+            await until(lambda: second.stats.loop_blocked >= SERIOUS)
+        closed = second.stats.loop_blocked
+        assert first.stats.loop_blocked >= closed
+        time.sleep(2 * TICK)
+        await until(lambda: first.stats.loop_blocked > closed)
+        assert second.stats.loop_blocked == closed
+    assert len([text for text in caplog.messages if "event loop" in text]) == 1
 
 
 async def test_answer_does_not_expire_during_copy() -> None:

@@ -272,6 +272,7 @@ def test_the_statistics_are_these() -> None:
         *("is_reporter", "backlog", "places", "live_streams", "chunks"),
         "sessions",
         *("first_chunk_p50", "first_chunk_p95", "chunk_gap_p50", "chunk_gap_p95", "gpu_bytes"),
+        "loop_blocked",
     ]
 
 

@@ -28,8 +28,10 @@ from fastapi import APIRouter
 from fastapi.params import Depends
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
+from fast_batcher._core.loop_lag import SERIOUS
 from fast_batcher._process import monotonic, read_rss
 from fast_batcher._session.life import call_on_end
+from fast_batcher._session.loop_watch import find_lag
 from fast_batcher.batcher import DynBatcher, check_batchers
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.fastapi.errors import find_answer, public_text, recent_errors
@@ -52,6 +54,8 @@ Level = Literal["critical", "warning"]
 # Slots, a minute, in which requests that failed are reported; lost workers are for five.
 RECENT_SLOTS = 12
 LOSS_SECONDS = 300.0
+# A blocked event loop is reported for a minute.
+LOOP_SECONDS = 60.0
 # Failures are critical from this number and share of the requests: a single bad input is not.
 SERIOUS_COUNT, SERIOUS_SHARE = 5, 0.05
 # Share of the queue from which it is nearly full.
@@ -85,6 +89,7 @@ def find_problems(
         *_of_workers(stats, recorder, now),
         *_of_queue(stats, queue_limit),
         *_of_requests(recorder, now),
+        *_of_loop(now),
     ]
     return sorted(found, key=lambda problem: problem.level != "critical")
 
@@ -168,6 +173,15 @@ def _of_requests(recorder: Recorder, now: float) -> Iterator[Problem]:
                 f"{why or 'error of the model'} {number:,}" for why, number in reasons.most_common()
             )
             yield Problem(level, f"{count:,} {noun} {verb} within a minute", detail)
+
+
+def _of_loop(now: float) -> Iterator[Problem]:
+    lag = find_lag()
+    seconds = 0.0 if lag is None else lag.blocked(now - LOOP_SECONDS, now)
+    if seconds >= SERIOUS:
+        text = f"The event loop was blocked for {seconds:.1f} s within a minute"
+        why = "a function of the app computes or waits without await; the model is not the cause"
+        yield Problem("warning", text, why)
 
 
 # An explanation takes some milliseconds, and is about the last thousand batches.
