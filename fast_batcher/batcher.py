@@ -47,9 +47,11 @@ from fast_batcher._session.life import (
     CurrentModel,
     LiveSettings,
     Owners,
+    StartLines,
     Status,
     call_on_end,
     call_on_sigterm,
+    is_main_thread,
 )
 from fast_batcher._session.loop_watch import watch_loop
 from fast_batcher._session.offload import offload
@@ -253,6 +255,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._finalizer: weakref.finalize[..., Any] | None = None
         # Whether a call has opened it, and nothing else.
         self._was_opened_by_call = False
+        # Whether a lifespan opens it in a server, as far as is known.
+        self._is_served = False
         # Whether a call has come after the end of the event loop of earlier ones.
         self._has_changed_loops = False
         # Done when the running `aclose` ends; None without one.
@@ -817,6 +821,8 @@ class DynBatcher(Generic[InputT, OutputT]):
                 leave = functools.partial(self._leave, lame_duck)
                 draining = call_on_sigterm(get_running_loop(), leave, self.name, lame_duck)
             with draining:
+                # Test clients run an app in another thread.
+                self._is_served = is_main_thread() and not session_makers
                 with call_on_end(get_running_loop(), self._end_opening):
                     await self._enter(wait_ready=wait_ready)
                 try:
@@ -1087,6 +1093,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._finalizer.atexit = False  # the end of the interpreter ends what is left
         watch_loop(self._note_lag)
         session.begin()
+        if self._is_served and self._status.state is State.OPENING:
+            self._status.start_lines = StartLines(self.name, session.describe_wait)
         return session
 
     def _note_lag(self, seconds: float) -> bool | None:

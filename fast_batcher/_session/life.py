@@ -162,7 +162,7 @@ def call_on_sigterm(
     Outside the main thread, which alone may set handlers, only a warning is logged: test clients
     run an app's lifespan in another thread.
     """
-    if not _is_main_thread():
+    if not is_main_thread():
         logger.warning(
             "%s: drain_on_sigterm=True has no effect, because the lifespan runs in thread %r and "
             "signal handlers can be set in the main thread only; SIGTERM will not end readiness "
@@ -188,7 +188,7 @@ def call_on_end(loop: asyncio.AbstractEventLoop, function: Callable[[], object])
     Outside the main thread it does nothing.
     """
     with ExitStack() as handlers:
-        for number in END_SIGNALS if _is_main_thread() else ():
+        for number in END_SIGNALS if is_main_thread() else ():
             handlers.enter_context(CallOnSignal(number, loop, function))
         yield
 
@@ -250,8 +250,55 @@ class CallOnSignal(AbstractContextManager[None]):
             signal.signal(number, before)
 
 
-def _is_main_thread() -> bool:
+def is_main_thread() -> bool:
+    """Return whether this is the thread that may set signal handlers, as that of a server."""
     return threading.current_thread() is threading.main_thread()
+
+
+# Seconds of a start after which a line says what it waits for: a person begins to doubt.
+SLOW_LOAD = 5.0
+
+
+def _are_lines_visible() -> bool:
+    """Whether the program has configured logging: uvicorn configures its own loggers alone."""
+    return logger.hasHandlers()
+
+
+def _show_line(text: str) -> None:
+    """Write a line to the terminal of a server, unless the logger's level is above INFO."""
+    if logger.level <= logging.INFO > logging.root.manager.disable:
+        print(f"INFO:     fast_batcher: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class StartLines:
+    """Lines for a person who starts a server, whose model may load for minutes.
+
+    A program that has configured logging has records of the first and the last. Without handlers,
+    Python shows no record below WARNING.
+    """
+
+    def __init__(self, name: str, describe_wait: Callable[[], str]) -> None:
+        self._name = name
+        self._describe_wait = describe_wait
+        self._began = monotonic()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(SLOW_LOAD, self._tell_wait, context=Context())
+        if not _are_lines_visible():
+            _show_line(f"{name}: loading the model")
+
+    def _tell_wait(self) -> None:
+        text = f"{self._name}: still loading after {monotonic() - self._began:.0f} s: waiting for "
+        text += self._describe_wait()
+        if _are_lines_visible():
+            logger.info("%s", text)
+        else:
+            _show_line(text)
+
+    def end(self, *, is_ready: bool) -> None:
+        """Tell that the model is ready; an error has its own record."""
+        self._timer.cancel()
+        if is_ready and not _are_lines_visible():
+            _show_line(f"{self._name}: ready after {monotonic() - self._began:.1f} s")
 
 
 class CurrentModel:
@@ -356,6 +403,8 @@ class Status:
         self._waiters: list[asyncio.Future[None]] = []
         # The moment at which the batcher broke, None while it is not broken.
         self._broken_since: float | None = None
+        # The lines about an opening of a server, None without one.
+        self.start_lines: StartLines | None = None
 
     def begin(self) -> None:
         """Start an opening, and clear the errors of the previous one."""
@@ -370,6 +419,9 @@ class Status:
         self._broken_since = monotonic() if self.state is State.BROKEN else None
         if self._is_logged:
             logger.info("%s: %s -> %s (%s)", self.name, before.value, self.state.value, event.value)
+        if self.start_lines is not None:
+            self.start_lines.end(is_ready=self.state is State.OPEN)
+            self.start_lines = None
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done() and not waiter.get_loop().is_closed():

@@ -169,6 +169,10 @@ class Session(ABC):
         """Predicted seconds in which the ready workers answer everything; None if unknown."""
         return None
 
+    def describe_wait(self) -> str:
+        """Describe what an opening waits for, for people."""
+        return self.status.waits_for or "the host process, whose workers load the model"
+
     def read_stats(self) -> BatcherStats:
         """Return a snapshot of the counts and the load."""
         return self._ledger.counters.snapshot(
@@ -268,6 +272,8 @@ class Session(ABC):
             self._drained.set_result(None)
 
 
+# Workers that a line about a slow start names.
+SHOWN_WORKERS = 4
 # An answer that is larger than a pipe is not late as long as each further part of it arrives within
 # this many seconds. A worker that writes rarely waits longer for a CPU.
 REST_OF_ANSWER = 0.05
@@ -797,6 +803,19 @@ class LocalSession(Session):
     def backlog(self) -> float | None:
         """Predicted seconds in which the ready workers answer everything; None if unknown."""
         return self.scheduler.seconds_of_backlog(monotonic())
+
+    def describe_wait(self) -> str:
+        """Name the workers that load the model."""
+        loading = [worker for worker in self.pool.workers.values() if not worker.is_ready]
+        names = [
+            f"worker {worker.index}" + ("" if worker.pid is None else f" (pid {worker.pid})")
+            for worker in loading
+        ]
+        more = f" and {len(names) - SHOWN_WORKERS} others" if len(names) > SHOWN_WORKERS else ""
+        return (
+            f"{', '.join(names[:SHOWN_WORKERS])}{more}, to import the model and run its "
+            f"constructor and warm-up (start_timeout={self.settings.start_timeout:g} seconds)"
+        )
 
     @property
     def queue_room(self) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,12 +13,17 @@ from typing import Any
 
 import pytest
 from logging_models import Floods, Logs
-from models.ordinary import Warm
-from waits import LIMIT, MEASURED, both_loops
+from models.ordinary import GatedOnLoad, Warm
+from programs import run_command
+from shared_hosts import hosts
+from waits import LIMIT, MEASURED, Gate, both_loops, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.worker_handle import SLOW_START, describe_start
+from fast_batcher._session import life
 from fast_batcher._worker.main import Start
+
+__all__ = ["hosts"]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -127,3 +133,76 @@ async def test_a_slow_start_names_its_steps(
     seconds: float, times: list[tuple[int, float]], start: Start, text: str
 ) -> None:
     assert describe_start(seconds, times, start) == text
+
+
+# --- the start of a server ------------------------------------------------------------------------
+
+PROGRAM = """
+import asyncio, logging, sys
+from fast_batcher import DynBatcher, InferenceModel
+
+class Shouter(InferenceModel):
+    def infer(self, inputs):
+        return [text.upper() for text in inputs]
+
+async def main():
+    async with DynBatcher(Shouter, workers="threads").lifespan()(None):
+        pass
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("configure", "is_told"),
+    [
+        ("", True),
+        ("logging.getLogger('uvicorn').addHandler(logging.StreamHandler())", True),
+        ("logging.basicConfig()", False),
+        ("logging.getLogger('fast_batcher').addHandler(logging.NullHandler())", False),
+        ("logging.getLogger('fast_batcher').setLevel(logging.WARNING)", False),
+        ("logging.disable(logging.INFO)", False),
+    ],
+)
+def test_start_and_readiness_are_visible_without_handlers(configure: str, is_told: bool) -> None:
+    """As under uvicorn, which configures its own loggers alone."""
+    program = f"{PROGRAM}{configure}\nasyncio.run(main())"
+    told = run_command([sys.executable, "-c", program]).stderr
+    lines = [
+        r"INFO:     fast_batcher: Shouter: loading the model",
+        r"INFO:     fast_batcher: Shouter: ready after \d+\.\d s",
+    ]
+    assert re.fullmatch("\n".join(lines) + "\n", told) if is_told else told == ""
+
+
+def test_a_script_and_a_test_client_start_in_silence() -> None:
+    for call in (
+        "asyncio.run(DynBatcher(Shouter, workers='threads').process_batched('a'))",
+        "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "Pool().submit(lambda: asyncio.run(main())).result()",
+    ):
+        assert run_command([sys.executable, "-c", PROGRAM + call]).stderr == ""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_slow_start_says_what_it_waits_for(
+    shared: bool,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hosts: object,
+) -> None:
+    monkeypatch.setattr(life, "SLOW_LOAD", 0.01)
+    caplog.set_level(logging.INFO, "fast_batcher")
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), shared=shared)
+
+    def told() -> list[str]:
+        return [text for text in caplog.messages if "still loading" in text]
+
+    async with batcher.lifespan(wait_ready=False)(None):
+        visit = await gate.visit()
+        await until(lambda: bool(told()))
+        visit.let_on()
+        await until(lambda: batcher.is_ready)
+    (message,) = told()
+    assert message.startswith("GatedOnLoad: still loading after 0 s: waiting for ")
+    assert ("the host process" if shared else "worker 0") in message
