@@ -105,6 +105,9 @@ session_makers: list[
     Callable[["DynBatcher[Any, Any]", CurrentModel, Settings, Status, Ledger], Session]
 ] = []
 
+# The batchers that have been opened: a name is to tell those apart that are open.
+_opened: "weakref.WeakKeyDictionary[DynBatcher[Any, Any], None]" = weakref.WeakKeyDictionary()
+
 _InitT = TypeVar("_InitT", bound=Callable[..., None])
 
 
@@ -1080,6 +1083,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         ]
         if overridden:
             logger.info("%s: options of the code count: %s", self.name, ", ".join(overridden))
+        if not session_makers and any(one.name == self.name for one in list_open()):
+            logger.warning(
+                "%s: another batcher of this name is open in this process: metrics, logs and "
+                "options from outside cannot tell them apart; give one of them another: %s",
+                self.name,
+                GIVE_NAME,
+            )
+        _opened[self] = None
         self._was_opened_by_call = by_call
         self._model.end_reload()  # of the previous session, if its event loop was closed meanwhile
         self._model.identify(self._settings)
@@ -1214,6 +1225,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._session is not None and self._is_present(self._session):
             self._session.binding.require_own_process()
 
+    def _is_open(self) -> bool:
+        """Whether it was opened in this process, and has neither drained nor lost its loop."""
+        session, states = self._session, (State.OPENING, State.OPEN, State.BROKEN)
+        if session is None or self._status.state not in states:
+            return False
+        return not (session.binding.is_forked or session.binding.loop.is_closed())
+
     def _is_present(self, session: Session) -> bool:
         """Return whether a session has neither ended nor been replaced by another one."""
         return self._session is session and self._status.state is not State.CLOSED
@@ -1281,6 +1299,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             calls.end(grace)
             if not calls.binding.loop.is_running():
                 self._thread_calls.fail(self._status.unanswered_error)
+
+
+def list_open() -> "list[DynBatcher[Any, Any]]":
+    """List the batchers of this process that are open, on event loops that are not closed."""
+    # Another thread may open one meanwhile: a list of references is taken at once.
+    found = [reference() for reference in _opened.keyrefs()]
+    return [one for one in found if one is not None and one._is_open()]  # noqa: SLF001  of this module
 
 
 def check_batchers(caller: str, *batchers: object) -> None:

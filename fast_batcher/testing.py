@@ -34,7 +34,7 @@ from fast_batcher._session.life import CurrentModel, Status
 from fast_batcher._session.session import LocalSession, Parts, Session
 from fast_batcher._transport.pickling import describe
 from fast_batcher._worker.loop import limit_output, pickle_output, unpickle_item
-from fast_batcher.batcher import DynBatcher, session_makers
+from fast_batcher.batcher import DynBatcher, list_open, session_makers
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -122,7 +122,17 @@ class BatcherKit:
         self._opened: list[tuple[DynBatcher[Any, Any], _KitSession]] = []
 
     def __enter__(self) -> Self:
-        """Begin to serve the batchers that open."""
+        """Begin to serve the batchers that open.
+
+        Raises:
+            ConfigurationError: A batcher is open already, and no kit serves it.
+        """
+        for batcher in list_open():
+            if not isinstance(batcher._session, _KitSession):  # noqa: SLF001  part of the library
+                raise ConfigurationError(
+                    f"{batcher.name} is open already, and the kit would not serve it: enter the "
+                    "kit before the app's lifespan; a fixture of a client asks for `batcher_kit`"
+                )
         session_makers.append(self._make_session)
         return self
 

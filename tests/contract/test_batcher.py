@@ -685,6 +685,24 @@ async def test_a_submitted_request_is_cancelled_from_its_thread(
         assert results == [0, 2, 4]
 
 
+async def test_two_open_batchers_of_one_name_are_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told() -> int:
+        return sum('name="..."' in text for text in caplog.messages)
+
+    first, second = (DynBatcher(Echo, workers="threads") for _ in range(2))
+    async with first, DynBatcher(Echo, workers="threads", name="other"):
+        assert told() == 0
+        async with second:
+            assert told() == 1
+        first.begin_drain()
+        async with second:  # takes its place
+            assert told() == 1
+    async with first:
+        assert told() == 1
+
+
 async def test_waiting_for_a_submitted_call_on_the_loop_is_an_error() -> None:
     """It would wait for ever: the loop that computes the answer is the one that waits."""
     async with DynBatcher(Echo) as batcher:

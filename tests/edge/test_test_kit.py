@@ -116,6 +116,29 @@ async def test_batcher_opened_before_kit_keeps_its_workers() -> None:
     assert [batch.inputs for batch in inner.batches] == [[2]]
 
 
+async def test_a_kit_after_the_app_is_an_error() -> None:
+    """Its batcher has real workers, which no kit records or holds."""
+    batcher = DynBatcher(Echo, workers="threads")
+    async with batcher:
+        with pytest.raises(ConfigurationError, match="Echo is open already"), BatcherKit():
+            pass
+        assert await batcher.process_batched(1) == 1
+    with BatcherKit() as kit:
+        async with batcher:
+            assert await batcher.process_batched(1) == 1
+    assert kit.sizes == [1]
+
+
+def test_event_loops_of_one_test_do_not_harm_the_next() -> None:
+    batcher = DynBatcher(Echo)
+    for loops in (1, 2, 1):
+        with BatcherKit() as kit:
+            for number in range(loops):
+                assert asyncio.run(batcher.process_batched(number)) == number
+        assert kit.sizes == [1] * loops
+        assert batcher.state == "new"
+
+
 async def test_reload_and_more_workers() -> None:
     with BatcherKit() as kit:
         async with DynBatcher(Whereabouts) as batcher:
