@@ -57,7 +57,7 @@ from fast_batcher._session.loop_watch import watch_loop
 from fast_batcher._session.offload import offload
 from fast_batcher._session.session import LocalSession, Session
 from fast_batcher._session.sessions import BatchSession
-from fast_batcher._session.streams import ChunkQueue, ChunkT, Stream
+from fast_batcher._session.streams import ChunkQueue, ChunkT, Stream, StreamCall
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -357,21 +357,22 @@ class DynBatcher(Generic[InputT, OutputT]):
             # An error holds this frame, which must not hold the error.
             del future, request
 
-    async def stream(
+    def stream(
         self: "DynBatcher[InputT, list[ChunkT]]",
         value: InputT,
         *,
         timeout: float | None = None,
         priority: int = 0,
         share: str | int | None = None,
-    ) -> Stream[ChunkT]:
+    ) -> StreamCall[ChunkT]:
         """Wait for the first chunk of a `SteppedModel`, and return an iterator over all of them.
 
             return StreamingResponse(await batcher.stream(text))
 
         What fails before the first chunk raises here, so that an endpoint can answer with a status,
         and a request whose worker dies until then is begun again on another worker. A stream joins
-        the others at the next step, and leaves them when its caller has gone.
+        the others at the next step, and leaves them when its caller has gone. `StreamingResponse`
+        takes chunks that are text or bytes: convert others in an `async for`.
 
         Args:
             value: As for `process_batched`.
@@ -388,6 +389,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe at any time; a stream whose first chunk is awaited leaves. A cancelled
         read of the returned stream loses nothing, and can be repeated.
         """
+        return StreamCall(self._begin_stream(value, timeout, priority, share))
+
+    async def _begin_stream(
+        self: "DynBatcher[InputT, list[ChunkT]]",
+        value: InputT,
+        timeout: float | None,
+        priority: int,
+        share: str | int | None,
+    ) -> Stream[ChunkT]:
         if not self._model.spec.is_stepped:
             raise ConfigurationError(f"{self.name}: stream() needs a model that is a SteppedModel")
         session = self._find_session()
@@ -485,7 +495,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             ConfigurationError: `values` is a single input.
             BatcherError: The errors of `process_batched`. Without `return_exceptions` the first
                 input that fails ends the call, also if it was rejected because of `max_latency`;
-                the other inputs are cancelled.
+                the other inputs are cancelled. A note of the error has the position of its input.
 
         Cancellation: safe at any time; all inputs are cancelled.
         """

@@ -194,6 +194,8 @@ NOT_IN_WORKER = (
 
 # Optional methods and attributes of a model, besides `infer`.
 _HOOKS = ("warmup_inputs", "close", "cost", "collation", "allowed_batch_sizes", "prepare", "finish")
+# Names of `infer` in other libraries: LitServe, PyTorch and Mosec, Triton.
+_OTHER_INFERS = ("predict", "forward", "execute", "__call__")
 # Names that a `batchable` method cannot have: attributes of a model or of `batcher.methods`.
 _RESERVED = {*_HOOKS, "device", "find", "worker_index"}
 # Methods that the worker calls with one argument: what they take, and what they return.
@@ -364,10 +366,11 @@ def find_model_fault(model: type) -> str | None:
     """Describe why a class cannot be a model; None if it can. Parent and worker."""
     infer = getattr(model, "infer", None)
     if not callable(infer):
-        return "it has no method infer(self, inputs)"
+        return f"it has no method infer(self, inputs){_suggest_infer(model)}"
     abstract = sorted(getattr(model, "__abstractmethods__", ()))
     if abstract:
-        return f"it does not implement {', '.join(abstract)}"
+        hint = _suggest_infer(model) if "infer" in abstract else ""
+        return f"it does not implement {', '.join(abstract)}{hint}"
     collation = getattr(model, "collation", None)
     if (fault := _find_collation_fault(collation, model)) is not None:
         return fault
@@ -383,6 +386,13 @@ def find_model_fault(model: type) -> str | None:
             return fault
     faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
+
+
+def _suggest_infer(model: type) -> str:
+    """Return the end of an error message about a model without `infer`."""
+    own = {name for kind in model.__mro__ for name in vars(kind)}
+    found = next((name for name in _OTHER_INFERS if name in own), None)
+    return f"; rename {found} to infer, which gets the inputs of a batch as a list" if found else ""
 
 
 def _find_stateful_fault(model: type, marked: list[str]) -> str | None:

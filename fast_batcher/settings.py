@@ -803,9 +803,29 @@ def warn_about_workers(settings: Settings) -> None:
 CLOSE = 0.83
 
 
+# Options of other libraries, with ours for the same: of LitServe (batch_timeout, accelerator), Ray
+# Serve, Mosec, BentoML, TorchServe, Triton and TensorFlow Serving.
+OTHER_NAMES = {
+    "batch_timeout": "max_delay",
+    "batch_wait_timeout_s": "max_delay",
+    "max_wait_time": "max_delay",
+    "max_delay_ms": "max_delay",
+    "max_batch_delay": "max_delay",
+    "max_queue_delay_microseconds": "max_delay",
+    "batch_timeout_micros": "max_delay",
+    "max_latency_ms": "max_latency",
+    "accelerator": "devices",
+}
+
+
 def suggest_parameter(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown parameter."""
-    found = find_similar_name(name, known)
+    names = [*known]
+    found = OTHER_NAMES.get(name.lower())
+    if found in names:
+        unit = f", in {OPTIONS[found].range.unit}" if OPTIONS[found].range.unit else ""
+        return f". Did you mean {found!r}{unit}?"
+    found = find_similar_name(name, names)
     return f". Did you mean {found!r}?" if found else ""
 
 

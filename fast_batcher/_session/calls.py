@@ -98,10 +98,17 @@ class _ManyCalls:
             output = await self._in_flight[0].caller
         except Exception as error:
             if not self._return_exceptions:
+                self._name_input(error)
                 raise
             output = error.with_traceback(None)  # its frames would hold the other outputs
         self.outputs.append(output)
         self._in_flight.popleft()
+
+    def _name_input(self, error: Exception) -> None:
+        """Add the position of the failed input to its traceback, unless it is the only one."""
+        position = len(self.outputs)
+        if position + len(self._in_flight) > 1:
+            error.add_note(f"input {position} of process_many failed (counted from 0)")
 
     def abandon(self) -> None:
         """Cancel the requests in flight."""

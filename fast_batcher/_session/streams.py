@@ -12,9 +12,9 @@ import asyncio
 import weakref
 from asyncio import AbstractEventLoop, Future
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
@@ -163,6 +163,9 @@ class Stream(Generic[ChunkT]):
     A task that is cancelled in an `async for` over the stream, and ends by that, leaves it.
     """
 
+    # Without a dict: FastAPI would answer with the attributes of a stream that an endpoint returns.
+    __slots__ = ("__weakref__", "_abandon", "_call", "_iterator", "_queue", "_request")
+
     def __init__(
         self, request: Any, queue: Any, abandon: Callable[[Any], None], call: Callable[..., object]
     ) -> None:
@@ -173,6 +176,12 @@ class Stream(Generic[ChunkT]):
         self._call = call
         # The task of the last `async for`.
         self._iterator: asyncio.Task[Any] | None = None
+
+    def __iter__(self) -> NoReturn:
+        """Name the remedy for a stream that is returned by an endpoint, or read by `for`."""
+        raise TypeError(
+            "a stream is read by `async for`; an endpoint returns StreamingResponse(stream)"
+        )
 
     def __aiter__(self) -> Self:
         self._iterator = asyncio.current_task(self._queue.loop)
@@ -260,6 +269,33 @@ class Stream(Generic[ChunkT]):
         # The app has dropped it, as Starlette does when a client disconnects; on any thread.
         if not self._request.is_settled:
             self._call(self._abandon, self._request)
+
+
+class StreamCall(Coroutine[Any, Any, Stream[ChunkT]]):
+    """A call of `DynBatcher.stream`: a coroutine that says what is missing if it is iterated."""
+
+    def __init__(self, call: Coroutine[Any, Any, Stream[ChunkT]]) -> None:
+        self._call = call
+
+    def __await__(self) -> Generator[Any, Any, Stream[ChunkT]]:
+        return self._call.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Resume the call, as a task does."""
+        return self._call.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error in the call, as the cancellation of its task does."""
+        return self._call.throw(*error)
+
+    def close(self) -> None:
+        """End the call."""
+        self._call.close()
+
+    def __aiter__(self) -> NoReturn:
+        """Name the remedy, as in `StreamingResponse(batcher.stream(value))`."""
+        self.close()
+        raise TypeError("batcher.stream(value) must be awaited: `await batcher.stream(value)`")
 
 
 class StreamFigures:

@@ -601,6 +601,18 @@ async def test_first_error_of_many_cancels_the_others() -> None:
         assert stats.submitted <= 4 + 2 * 2 + 2
 
 
+@pytest.mark.parametrize("before", [0, 1, 40])
+async def test_an_error_of_many_names_the_position_of_its_input(before: int) -> None:
+    async with DynBatcher(FailsPositions, 2, workers="threads") as batcher:
+        with pytest.raises(ValueError, match="this one is bad") as caught:
+            await batcher.process_many([*"x" * before, "bad", *"x" * 5])
+        note = f"input {before} of process_many failed (counted from 0)"
+        assert caught.value.__notes__ == [note]
+        with pytest.raises(ValueError, match="this one is bad") as caught:
+            await batcher.process_batched("bad")
+        assert not getattr(caught.value, "__notes__", [])
+
+
 async def test_errors_of_many_stand_in_their_places() -> None:
     async with DynBatcher(FailsPositions, 2) as batcher:
         inputs = ["one", "bad", "three", *"x" * 50, "bad"]

@@ -246,6 +246,25 @@ async def _exhaust(stream: Any, chunks: list[Any] | None = None) -> None:
             chunks.append(chunk)
 
 
+@both_loops
+async def test_a_call_of_stream_is_a_coroutine() -> None:
+    """For tasks, and for their cancellation."""
+    async with DynBatcher(Counter, workers="threads", model_args=(0.001,)) as batcher:
+        async with await asyncio.create_task(batcher.stream(Plan("task", 2))) as stream:
+            assert [chunk async for chunk in stream] == ["task:1", "task:2"]
+        cancelled = asyncio.create_task(batcher.stream(Plan("long", ENDLESS)))
+        await turns(1)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        call = batcher.stream(Plan("iterated", 2))
+        with pytest.raises(TypeError, match="must be awaited"):
+            async for _ in call:  # type: ignore[attr-defined]
+                pass
+        await until(lambda: batcher.stats.waiting + batcher.stats.running == 0)
+        assert_balance(batcher)
+
+
 @one_loop
 @own_and_shared
 async def test_a_slow_reader_pauses_its_stream_and_misses_nothing(place: Any) -> None:

@@ -16,9 +16,11 @@ import httpx2
 import pytest
 from apps.models import BreaksOnLoad, Echo, Gated, Raises, TooDarkError
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, WebSocket
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from fastapi_versions import needs_included_routers
+from models.stepped import Counter as Steps
+from models.stepped import Plan
 from programs import run_command
 from servers import Gate, Server, ask_until, gate, post_and_stay, serve, thread, uvicorn_command
 from starlette.testclient import WebSocketDenialResponse
@@ -744,6 +746,29 @@ def test_batcher_in_place_of_a_dependency_is_an_error_at_once() -> None:
 
         @app.get("/")
         async def endpoint(found: Annotated[Any, Depends(batcher)]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/returned", r"an endpoint returns StreamingResponse\(stream\)"),
+        ("/not-awaited", r"must be awaited: `await batcher\.stream\(value\)`"),
+    ],
+)
+def test_stream_in_the_wrong_place_names_the_remedy(path: str, remedy: str) -> None:
+    batcher = DynBatcher(Steps, workers="threads")
+    app = FastAPI(lifespan=batcher.lifespan)
+
+    @app.get("/returned", response_model=None)
+    async def returned() -> Any:
+        return await batcher.stream(Plan("p", 2))
+
+    @app.get("/not-awaited")
+    async def not_awaited() -> StreamingResponse:
+        return StreamingResponse(batcher.stream(Plan("p", 2)))  # type: ignore[arg-type]
+
+    with TestClient(app) as client, pytest.raises((TypeError, ValueError), match=remedy):
+        client.get(path)
 
 
 # --- uvicorn --------------------------------------------------------------------------------------

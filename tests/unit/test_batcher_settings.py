@@ -304,9 +304,13 @@ def test_constructor_and_settings_agree() -> None:
         ("batch_size", ". Did you mean 'max_batch_size'?"),
         ("workers_per_devices", ". Did you mean 'workers_per_device'?"),
         ("queue_size", ". Did you mean 'max_queue_size'?"),
-        # They mean other times than the names that they look like.
+        # It means another time than the name that it looks like.
         ("timeout_ms", ""),
-        ("batch_timeout", ""),
+        # Names of other libraries.
+        ("batch_timeout", ". Did you mean 'max_delay', in seconds?"),
+        ("max_wait_time", ". Did you mean 'max_delay', in seconds?"),
+        ("max_latency_ms", ". Did you mean 'max_latency', in seconds?"),
+        ("accelerator", ". Did you mean 'devices'?"),
         ("model_arg", ". Did you mean 'model_args'?"),
         ("colour", ""),
     ],

@@ -80,6 +80,13 @@ class Abstract(InferenceModel[Any, Any]):
     """Does not implement `infer`."""
 
 
+class Predicts(InferenceModel[Any, Any]):
+    """Has the name of LitServe's method."""
+
+    def predict(self, inputs: Any) -> Any:
+        return inputs
+
+
 MODELS: list[type] = []
 
 
@@ -99,6 +106,11 @@ async def generate(_: Any, inputs: list[Any]) -> Any:
     ("model", "fault"),
     [
         (NoInfer, "it has no method infer(self, inputs)"),
+        (
+            Predicts,
+            "it does not implement infer; rename predict to infer, which gets the inputs of a "
+            "batch as a list",
+        ),
         (int, "it has no method infer(self, inputs)"),
         (model_with(7), "it has no method infer(self, inputs)"),
         (model_with(None), "it has no method infer(self, inputs)"),
