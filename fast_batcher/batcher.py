@@ -30,7 +30,18 @@ from contextlib import (
 from contextvars import Context
 from dataclasses import replace
 from threading import get_ident
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
@@ -1059,13 +1070,15 @@ class DynBatcher(Generic[InputT, OutputT]):
             "and its batcher in a function, and pass this function to the other process"
         )
 
-    def __call__(self, app: "DynBatcher[Any, Any]") -> NoReturn:
-        """Name the remedy for a batcher that is taken for its lifespan or for a function."""
-        # FastAPI takes no parameter of this type, so `Depends(batcher)` fails at its definition.
-        raise TypeError(
-            f"{self.name}: a batcher cannot be called: FastAPI(lifespan=batcher.lifespan) opens it "
-            "with the app, and `await batcher.process_batched(value)` computes"
-        )
+    if not TYPE_CHECKING:  # type checkers have an error of their own for such a call
+
+        def __call__(self, app: "DynBatcher") -> NoReturn:
+            """Name the remedy for a batcher in the place of its lifespan or of a function."""
+            # FastAPI takes no such parameter, so `Depends(batcher)` fails at its definition.
+            raise TypeError(
+                f"{self.name}: a batcher cannot be called: FastAPI(lifespan=batcher.lifespan) "
+                "opens it with the app, and `await batcher.process_batched(value)` computes"
+            )
 
     def __repr__(self) -> str:
         stats = self.stats

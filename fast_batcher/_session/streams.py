@@ -14,7 +14,7 @@ from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
@@ -177,11 +177,13 @@ class Stream(Generic[ChunkT]):
         # The task of the last `async for`.
         self._iterator: asyncio.Task[Any] | None = None
 
-    def __iter__(self) -> NoReturn:
-        """Name the remedy for a stream that is returned by an endpoint, or read by `for`."""
-        raise TypeError(
-            "a stream is read by `async for`; an endpoint returns StreamingResponse(stream)"
-        )
+    if not TYPE_CHECKING:  # type checkers have an error of their own for the mistake
+
+        def __iter__(self) -> NoReturn:
+            """Name the remedy for a stream that is returned by an endpoint, or read by `for`."""
+            raise TypeError(
+                "a stream is read by `async for`; an endpoint returns StreamingResponse(stream)"
+            )
 
     def __aiter__(self) -> Self:
         self._iterator = asyncio.current_task(self._queue.loop)
@@ -292,10 +294,12 @@ class StreamCall(Coroutine[Any, Any, Stream[ChunkT]]):
         """End the call."""
         self._call.close()
 
-    def __aiter__(self) -> NoReturn:
-        """Name the remedy, as in `StreamingResponse(batcher.stream(value))`."""
-        self.close()
-        raise TypeError("batcher.stream(value) must be awaited: `await batcher.stream(value)`")
+    if not TYPE_CHECKING:  # as above
+
+        def __aiter__(self) -> NoReturn:
+            """Name the remedy, as in `StreamingResponse(batcher.stream(value))`."""
+            self.close()
+            raise TypeError("batcher.stream(value) must be awaited: `await batcher.stream(value)`")
 
 
 class StreamFigures:

@@ -189,10 +189,11 @@ def combine_lifespans(*lifespans: Lifespan[AppT]) -> StatefulLifespan[AppT]:
     Raises:
         ConfigurationError: An argument is a batcher, or cannot be called.
     """
-    for lifespan in lifespans:
-        if isinstance(lifespan, DynBatcher) or not callable(lifespan):
+    given: tuple[object, ...] = lifespans
+    for found in given:
+        if isinstance(found, DynBatcher) or not callable(found):
             raise ConfigurationError(
-                f"combine_lifespans: {lifespan!r:.100} is of type {type(lifespan).__name__}: give "
+                f"combine_lifespans: {found!r:.100} is of type {type(found).__name__}: give "
                 "functions of the app, for example batcher.lifespan"
             )
 
