@@ -643,7 +643,7 @@ def test_program_with_daemon_loop_exits_silently(program: Start, kind: str) -> N
         async def main():
             global batchers, loop
             loop = asyncio.get_running_loop()
-            batchers = [DynBatcher(models.base.Echo, num_workers=2) for _ in range(3)]
+            batchers = [DynBatcher(models.base.Echo, num_workers=2, name=name) for name in "abc"]
             for batcher in batchers:
                 await batcher.open()
             pools = [session_of(batcher).pool for batcher in batchers]
