@@ -130,9 +130,10 @@ class BatcherStats:
     this machine that use one. Up to a second old, five where the worker is idle.
     """
 
-    # Seconds for which the event loop of this process was blocked while the batcher was open, at
-    # least: it could neither send nor answer a request. See docs/observability.md.
     loop_blocked: float = 0.0
+    """Seconds for which the event loop of this process was blocked while the batcher was open, at
+    least: it could neither send nor answer a request. See docs/observability.md.
+    """
 
     @property
     def mean_batch_size(self) -> float:

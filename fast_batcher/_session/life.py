@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
 from threading import get_ident
@@ -267,7 +267,8 @@ def _are_lines_visible() -> bool:
 def _show_line(text: str) -> None:
     """Write a line to the terminal of a server, unless the logger's level is above INFO."""
     if logger.level <= logging.INFO > logging.root.manager.disable:
-        print(f"INFO:     fast_batcher: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        with suppress(AttributeError, OSError):  # a program without a terminal has none
+            sys.stderr.write(f"INFO:     fast_batcher: {text}\n")
 
 
 class StartLines:

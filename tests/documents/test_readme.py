@@ -70,9 +70,7 @@ SAVED = {
 # `test_guides.py` serves two of them, with weights from the disk; one answers over a WebSocket.
 ELSEWHERE = {"plain:app", "service:app", "sums:app"}
 APPS = [
-    app
-    for app in re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS))
-    if app not in ELSEWHERE
+    app for app in re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS)) if app not in ELSEWHERE
 ]
 
 

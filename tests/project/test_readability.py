@@ -48,23 +48,25 @@ FOREIGN_NAMES = {
 BUDGETS = {
     "streams": (
         r"stepped\.py|_session/streams\.py|_worker/steps\.py|_core/stream_\w+\.py|_host/streams\.py",
-        761,
+        783,
     ),
     "sessions": (
         r"sessions\.py|_session/sessions\.py|_worker/states\.py|_core/sessions\.py",
-        350,
+        361,
     ),
     "independence": (r"_independence\.py", 104),
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune.
     "tools": (r"(_cli|_load)/|__main__\.py", 2441),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1778),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1810),
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
     # rules of the user's; 213 for shares; 129 for batches that are joined end to end; 24 for
     # the count of filled elements, which the worker alone knows; 46 for a scheduler whose parts no
     # shell reaches, so that no event forgets the timer, and for memory that is used again; 324 for
     # pairs of abilities that were wrong together: deadlines behind caches and sessions, closing
-    # beside reloading, scaling beside streams and sessions, threads, and options without effect.
-    "core": ("", 19_516),
+    # beside reloading, scaling beside streams and sessions, threads, and options without effect;
+    # 140 for the one identity of a model, and programs that start themselves again; 297 for
+    # mistakes that passed in silence: a blocked event loop, a silent start, arguments of helpers.
+    "core": ("", 19_954),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
