@@ -19,9 +19,9 @@ WORKDIR /app
 # base needs none of them.
 RUN pip install torch==2.13.0
 
-# Then what we require, in a layer that the code does not touch; the version is read from __init__.
+# Then what we require, in a layer that the code does not touch; the build reads the version.
 COPY pyproject.toml README.md LICENSE ./
-COPY fast_batcher/__init__.py fast_batcher/
+COPY fast_batcher/_version.py fast_batcher/
 RUN pip install '.[images]' uvicorn httptools uvloop
 
 COPY fast_batcher fast_batcher

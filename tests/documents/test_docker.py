@@ -1,8 +1,11 @@
-"""The recipes of the images keep what `docs/deployment.md` promises; nothing is built."""
+"""The recipes of the images keep what `docs/deployment.md` promises, and build the package."""
 
 import json
 import re
+import shlex
 import shutil
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,51 @@ def test_image_has_health_check_and_stop_time(path: Path) -> None:
     assert f":{command[command.index('--port') + 1]}/readyz" in check
 
 
+def copy_into(image: Path, text: str) -> None:
+    """Do what a COPY instruction does, with the files that `.dockerignore` lets through."""
+    *sources, target = shlex.split(text)
+    sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    for source in sources:
+        assert source.partition("/")[0] in sent
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, image / target, dirs_exist_ok=True)
+        else:
+            place = image / target / Path(source).name if target.endswith("/") else image / target
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / source, place)
+
+
+def build_wheel(image: Path, folder: Path) -> list[str]:
+    """Build the package of an image's folder as pip does there; return the names in the wheel."""
+    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+    done = run_command(
+        [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", str(folder), "."], cwd=image
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        return file.namelist()
+
+
+@pytest.mark.slow
+@each_image
+def test_image_builds_the_package_from_what_it_has_copied(path: Path, tmp_path: Path) -> None:
+    """At each layer; the last one has every module, and the app of the command."""
+    image, wheels = tmp_path / "image", []
+    for number, (name, text) in enumerate(read_steps(path)):
+        if name == "COPY":
+            copy_into(image, text)
+        elif name == "RUN" and (own := re.search(r"(?<=\s)'?\.(?:\[(\w+)\])?'?(?=\s|$)", text)):
+            wheels.append(build_wheel(image, tmp_path / f"layer {number}"))
+            assert own[1] is None or f"\n{own[1]} = [" in (image / "pyproject.toml").read_text()
+    assert len(wheels) == 2
+    modules = {str(one.relative_to(ROOT)) for one in (ROOT / "fast_batcher").rglob("*.py")}
+    assert modules <= {*wheels[-1]}
+    (command,) = values(path, "CMD")
+    module = json.loads(command)[1].partition(":")[0].replace(".", "/")
+    assert (image / f"{module}.py").exists()
+
+
 def test_services_are_hardened() -> None:
     services = read_services()
     assert [path.name for path in DOCKERFILES] == [f"{name}.Dockerfile" for name in services]
@@ -80,6 +128,13 @@ def test_services_are_hardened() -> None:
         assert service["init"] is service["read_only"] is True
         assert (service["tmpfs"], service["cap_drop"]) == (["/tmp"], ["ALL"])
         assert service["build"]["dockerfile"] == f"docker/{name}.Dockerfile"
+
+
+@pytest.mark.slow
+def test_compose_file_matches_the_schema() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = run_command([*command, str(ROOT / "docker" / "compose.yaml")])
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
