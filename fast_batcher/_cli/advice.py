@@ -5,7 +5,7 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
 from math import ceil, inf, isfinite
@@ -21,14 +21,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from fast_batcher._cli.model import (
-    MEASURED,
+    AGAIN,
+    CONTRADICTS,
+    SEED,
     Measurement,
+    Sample,
     TargetError,
     copy_batcher,
+    copy_for_timing,
+    draw_seconds,
     is_streaming,
     load_target,
     measure,
-    select_inputs,
 )
 from fast_batcher._cli.simulation import Arrivals, open_scheduler, poisson, simulate, simulate_steps
 from fast_batcher._session.streams import Stream
@@ -38,7 +42,6 @@ from fast_batcher.stats import number
 
 # Arrivals of each simulation: the 95 % quantile rests on a thousand of them.
 REQUESTS = 20_000
-SEED = 1
 # Share of the arrivals at the start that do not count: the policy learns, and the queue fills.
 WARM_UP = 0.2
 # The share of the capacity that is the load for which workers are counted, and at which a setting
@@ -155,8 +158,9 @@ def advise(measurement: Measurement, wish: Wish, note: Callable[[str], None]) ->
         capacity = min(measurement.capacity(size), loop_capacity)
         wanted = rate or COMFORTABLE * capacity
         workers = min(wish.most_workers, max(1, ceil(wanted / (COMFORTABLE * capacity))))
-        # The steps of streams are simulated, too.
-        count = REQUESTS // 10 if measurement.lengths else REQUESTS
+        # The steps of streams are simulated, too, and batches are packed by their costs.
+        takes_long = measurement.lengths or measurement.by_cost
+        count = REQUESTS // 10 if takes_long else REQUESTS
         arrivals = wish.moments or poisson(wanted, count / wanted, SEED)
         outcome = predict(measurement, arrivals, size, workers, wish.target)
         candidates.append(Candidate(size, capacity, workers, outcome))
@@ -185,26 +189,11 @@ def predict(
     else:
         allowed, options = measurement.allowed, measurement.options
         scheduler = open_scheduler(max_batch_size, num_workers, allowed, **options)
-        history = simulate(scheduler, Arrivals(moments), draw)
+        costs = measurement.by_cost.costs if measurement.by_cost else ()
+        history = simulate(scheduler, Arrivals(moments), draw, costs=costs)
     pairs = zip(history.arrivals, history.answers, strict=True)
     # The simulation does not have the way to the worker and back.
     return Outcome.of([done - begin + measurement.overhead for begin, done in pairs], target)
-
-
-def draw_seconds(measurement: Measurement) -> Callable[[float, Sequence[int]], float]:
-    """Draw times of batches: a random quantile of the measured size, or between two sizes."""
-    random = Random(SEED)
-    seconds, sizes = measurement.seconds, [*measurement.seconds]
-
-    def draw(_: float, requests: Sequence[int]) -> float:
-        at, quantile = bisect_left(sizes, len(requests)), random.random()
-        # A batch is filled up to the next allowed size.
-        left, right = sizes[at if measurement.allowed else max(0, at - 1)], sizes[at]
-        low, high = (one[int(quantile * len(one))] for one in (seconds[left], seconds[right]))
-        share = (len(requests) - left) / (right - left) if right > left else 0.0
-        return low + share * (high - low)
-
-    return draw
 
 
 @dataclass(frozen=True)
@@ -265,12 +254,12 @@ async def tune_model(
         BatcherError: The model cannot be loaded, or fails.
     """
     found = load_target(target)
-    values = select_inputs(found, inputs)
+    sample = Sample(found, inputs)
     note("loading the model in a worker")
-    async with copy_batcher(found, max_batch_size=wish.most, **MEASURED) as batcher:
-        measurement = await measure(batcher, values, note)
-    options = list_own_options(found)
-    measurement = replace(measurement, options=options)
+    async with copy_for_timing(found, max_batch_size=wish.most) as batcher:
+        measurement = await measure(batcher, sample, note)
+    if measurement.contradiction:
+        raise TargetError(f"{CONTRADICTS.format(measurement.contradiction)}; {AGAIN}")
     advice = advise(measurement, wish, note)
     overridden = find_overridden(found, advice)
     if not wish.is_checked:
@@ -280,19 +269,13 @@ async def tune_model(
     moments = moments[: bisect_right(moments, seconds)]
     note(f"checking with {len(moments)} requests, {moments[-1]:.0f} s")
     size, workers = advice.chosen.max_batch_size, advice.chosen.num_workers
-    async with copy_batcher(found, workers, max_batch_size=size, **options) as batcher:
+    async with copy_batcher(found, workers, max_batch_size=size, **measurement.options) as batcher:
         process = batcher.stream if is_streaming(found) else batcher.process_batched
-        latencies, errors = await run_for_real(process, values, moments)
+        latencies, errors = await run_for_real(process, sample.shuffled, moments)
     outcome = Outcome.of(latencies, wish.target)
     predicted = predict(measurement, moments, size, workers, wish.target)
     real = RealRun(len(moments), outcome, predicted, "".join(map(repr, errors[:1])))
     return Found(found.name, advice, real, overridden, measurement.fails_from)
-
-
-def list_own_options(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
-    """Return the `BatchPolicy` of a batcher, and the options that its decisions depend on."""
-    found = {name: batcher.settings[name].value for name in ("policy", "max_delay", "max_latency")}
-    return {} if isinstance(found["policy"], str) else found
 
 
 def find_overridden(batcher: DynBatcher[Any, Any], advice: Advice) -> dict[str, str]:

@@ -96,8 +96,11 @@ def open_scheduler(
 class _Simulation:
     """Passes arrivals, batches and answers on, and records the outcome of each request."""
 
-    def __init__(self, scheduler: Scheduler, load: Arrivals, seconds: Seconds) -> None:
+    def __init__(
+        self, scheduler: Scheduler, load: Arrivals, seconds: Seconds, costs: Sequence[float]
+    ) -> None:
         self.history = History()
+        self._costs = costs
         self._scheduler = scheduler
         self._load = load
         self._seconds = seconds
@@ -135,7 +138,10 @@ class _Simulation:
     def _submit_arrivals(self, now: float) -> None:
         history, arrived = self.history, []
         while self._load.next_at <= now:
-            arrived.append(Request(len(history.arrivals), self._load.pop()))
+            number = len(history.arrivals)
+            arrived.append(Request(number, self._load.pop()))
+            if self._costs:
+                arrived[-1].cost = self._costs[number % len(self._costs)]
             history.arrivals.append(now)
             history.answers.append(inf)
             history.losses.append(inf)
@@ -169,9 +175,23 @@ class _Simulation:
             self._load.settled(now, request.caller)
 
 
-def simulate(scheduler: Scheduler, load: Arrivals, seconds: Seconds, until: float = inf) -> History:
-    """Let virtual time pass until then, or until nothing can happen any more."""
-    simulation = _Simulation(scheduler, load, seconds)
+def simulate(
+    scheduler: Scheduler,
+    load: Arrivals,
+    seconds: Seconds,
+    until: float = inf,
+    costs: Sequence[float] = (),
+) -> History:
+    """Let virtual time pass until then, or until nothing can happen any more.
+
+    Args:
+        scheduler: Whose workers are ready.
+        load: The arrivals.
+        seconds: Of a batch.
+        until: The moment after which nothing happens.
+        costs: Of the requests, which take them in turn; empty without costs.
+    """
+    simulation = _Simulation(scheduler, load, seconds, costs)
     while (now := simulation.next_at) < inf and now <= until:
         simulation.advance(now)
     return simulation.history

@@ -1087,18 +1087,21 @@ def _reject_count(found: int, count: int) -> NoReturn:
     raise TransportError(f"{found} outcomes came back for {count} requests")
 
 
+def make_packer(settings: Settings) -> PaddedPacker | SummedPacker | None:
+    if settings.cost is None:
+        return None
+    make = PaddedPacker if settings.cost_is_padded else SummedPacker
+    return make(settings.max_batch_cost)
+
+
 def make_scheduler(
     settings: Settings, methods: Sequence[Method], policy: Policy, *, is_stepped: bool
 ) -> Scheduler:
-    packer = None
-    if settings.cost is not None and not is_stepped:
-        make_packer = PaddedPacker if settings.cost_is_padded else SummedPacker
-        packer = make_packer(settings.max_batch_cost)
     return Scheduler(
         policy,
         _limits_of(settings, is_stepped=is_stepped),
         measure_size=measure_size,
-        packer=packer,
+        packer=None if is_stepped else make_packer(settings),
         is_grouped=settings.group_by is not None,
         methods=methods,
     )

@@ -114,3 +114,51 @@ class Streams(SteppedModel[int, str]):
 named: DynBatcher[Any, Any] = DynBatcher("command_models:Streams", stepped=True)
 LENGTHS = [5, 10, 15]
 ONES = [1, 1]
+
+
+class Erratic(InferenceModel[str, int]):
+    """Takes far less time for batches of 8 than for smaller ones."""
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        time.sleep(0.002 if len(inputs) == 8 else 0.02)
+        return [*map(len, inputs)]
+
+
+class Constant(InferenceModel[str, int]):
+    """Takes the same time for any batch."""
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        time.sleep(0.01)
+        return [*map(len, inputs)]
+
+
+class Linear(InferenceModel[str, int]):
+    """Has a fixed time, and one for each input."""
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        time.sleep(0.01 + 0.001 * len(inputs))
+        return [*map(len, inputs)]
+
+
+class Padded(InferenceModel[str, int]):
+    """Computes each text at the length of the longest of its batch."""
+
+    @staticmethod
+    def cost(text: str) -> int:
+        return len(text)
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        time.sleep(0.01 + 1e-5 * len(inputs) * max(map(len, inputs)))
+        return [*map(len, inputs)]
+
+
+class Loop(InferenceModel[str, int]):
+    """Computes one input after the other."""
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        time.sleep(0.01 * len(inputs))
+        return [*map(len, inputs)]
+
+
+# Every tenth is long, at the same place of each ten.
+TEXTS = [("x" * 1000 if number % 10 == 5 else "x" * 10) for number in range(100)]

@@ -13,7 +13,11 @@ from fast_batcher.settings import OPTIONS
 
 
 class Counts(InferenceModel[Any, int]):
-    """Answers how many inputs it has computed; a batch takes 4 ms and 0.1 ms for each input."""
+    """Answers how many inputs it has computed.
+
+    A batch takes 10 ms and 0.25 ms for each input: 16 answer far more per second than 8 do, and far
+    fewer than an event loop sends.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -23,7 +27,7 @@ class Counts(InferenceModel[Any, int]):
         return float(value)
 
     def infer(self, inputs: list[Any]) -> list[int]:
-        time.sleep(0.004 + 0.0001 * len(inputs))
+        time.sleep(0.01 + 0.00025 * len(inputs))
         self._count += len(inputs)
         return [self._count] * len(inputs)
 
@@ -56,7 +60,7 @@ EVERY_OPTION: dict[str, Any] = {
     "max_rss_bytes": 1,
     "max_queue_bytes": 1,
     "max_frame_bytes": 2**20,
-    "max_batch_cost": 1.0,
+    "max_batch_cost": 1000.0,
     "max_request_cost": 1.0,
     "cost_is_padded": True,
     "max_shared_bytes": 2**20,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import typer
-from command_models import Doubler
+from command_models import TEXTS, Constant, Doubler, Linear, Loop, Padded
 from models.collated import FillsItself
 from programs import run_command
 from rich.console import Console
@@ -26,7 +26,6 @@ from fast_batcher._cli.advice import (
     Wish,
     _list_warnings,
     advise,
-    draw_seconds,
     find_overridden,
     make_file,
     parse_seconds,
@@ -36,7 +35,15 @@ from fast_batcher._cli.advice import (
     run_for_real,
 )
 from fast_batcher._cli.main import app
-from fast_batcher._cli.model import Measurement, TargetError, measure, read_inputs
+from fast_batcher._cli.model import (
+    Measurement,
+    Sample,
+    TargetError,
+    copy_for_timing,
+    draw_seconds,
+    measure,
+    read_inputs,
+)
 from fast_batcher._cli.simulation import (
     Arrivals,
     open_scheduler,
@@ -58,7 +65,7 @@ def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(fixed: float, each: float) -> Measurement:
     """A model of constant times."""
     return Measurement(
-        {size: [fixed + each * size] * 3 for size in SIZES}, overhead=0.0005, loop_seconds=1e-5
+        {size: [[fixed + each * size] * 3] for size in SIZES}, overhead=0.0005, loop_seconds=1e-5
     )
 
 
@@ -105,7 +112,7 @@ def test_the_arrivals_of_a_trace_are_used() -> None:
 
 def measured_steps(fixed: float, each: float, length: int) -> Measurement:
     """A model that answers in steps of constant times."""
-    seconds = {size: [fixed + each * size] * 3 for size in SIZES}
+    seconds = {size: [[fixed + each * size] * 3] for size in SIZES}
     return Measurement(seconds, overhead=0.0, loop_seconds=1e-5, lengths=[length])
 
 
@@ -205,11 +212,11 @@ def test_any_model_and_rate_can_be_simulated(monkeypatch: pytest.MonkeyPatch) ->
         random = Random(seed)
         fixed, each = (10 ** random.uniform(-6, 2) for _ in range(2))
         seconds = {
-            size: sorted((fixed + each * size) * random.lognormvariate(0, 0.3) for _ in range(3))
+            size: [[(fixed + each * size) * random.lognormvariate(0, 0.3) for _ in range(3)]]
             for size in random.choice([(1,), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64, 100)])
         }
         measurement = Measurement(seconds, random.uniform(0, 0.01), 10 ** random.uniform(-6, -3))
-        capacity = max(size / min(times) for size, times in seconds.items())
+        capacity = max(size / min(*times) for size, (times,) in seconds.items())
         advice = advice_for(
             measurement,
             rate=random.choice([None, capacity * 10 ** random.uniform(-2, 2)]),
@@ -241,7 +248,7 @@ def test_lost_requests_wait_for_ever() -> None:
 
 
 def test_the_same_measurement_gives_the_same_times() -> None:
-    measurement = Measurement({1: [0.1, 0.2, 0.3], 4: [0.4, 0.5, 0.6]}, 0.0, 1e-5)
+    measurement = Measurement({1: [[0.1, 0.3], [0.2]], 4: [[0.4, 0.5, 0.6]]}, 0.0, 1e-5)
     draws = [draw_seconds(measurement) for _ in range(2)]
     first, second = ([draw(0.0, [0] * size) for size in (1, 2, 3, 4) * 50] for draw in draws)
     assert first == second
@@ -251,7 +258,7 @@ def test_the_same_measurement_gives_the_same_times() -> None:
 
 
 def test_a_batch_between_two_allowed_sizes_takes_the_time_of_the_larger() -> None:
-    times = {1: [0.1], 8: [0.2], 32: [0.3]}
+    times = {1: [[0.1]], 8: [[0.2]], 32: [[0.3]]}
     measurement = Measurement(times, 0.0, 1e-5, allowed=(1, 8, 32))
     draw = draw_seconds(measurement)
     assert [draw(0.0, [0] * size) for size in (1, 2, 8, 9, 32)] == [0.1, 0.2, 0.2, 0.3, 0.3]
@@ -279,11 +286,84 @@ class Cliff(FillsItself):
 @pytest.mark.parametrize(("model", "sizes"), [(Level, {1, 4, 16}), (Cliff, {1, 4})])
 async def test_allowed_sizes_are_timed(model: Any, sizes: set[int]) -> None:
     async with DynBatcher(model, 16) as batcher:
-        found = await measure(batcher, [0], lambda _: None)
+        found = await measure(batcher, Sample(batcher, [0]), lambda _: None)
     assert {*found.seconds} <= sizes | {16}
     assert {*found.seconds} >= {1, 4}
     assert found.fails_from is None
     assert found.allowed == (1, 4, 16)
+
+
+# --- Real models ----------------------------------------------------------------------------------
+
+
+TRIED = (1, 4, 16)
+
+
+async def find_throughput(model: Any, size: int) -> float:
+    """Requests per second of a batcher whose queue is full."""
+    async with DynBatcher(model, size) as batcher:
+        began_at = time.perf_counter()
+        await batcher.process_many(TEXTS)
+        return len(TEXTS) / (time.perf_counter() - began_at)
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("model", "recommended"), [(Constant, 16), (Linear, 16), (Padded, 16), (Loop, 1)]
+)
+async def test_sizes_rank_as_their_real_throughput(model: Any, recommended: int) -> None:
+    batcher = DynBatcher(model)
+    async with copy_for_timing(batcher, max_batch_size=16) as copy:
+        measurement = await measure(copy, Sample(batcher, TEXTS), lambda _: None)
+    assert measurement.contradiction == ""
+    advice = advice_for(measurement)
+    assert advice.chosen.max_batch_size == recommended
+    if recommended > 1:  # no size of a loop is better than another
+        by_real = {size: await find_throughput(model, size) for size in TRIED}
+        by_advice = {one.max_batch_size: one.capacity for one in advice.candidates}
+        assert sorted(TRIED, key=lambda size: by_advice[size]) == sorted(
+            TRIED, key=lambda size: by_real[size]
+        )
+
+
+def test_inputs_are_drawn_in_random_order() -> None:
+    """Else a batch of ten would have a long one always, and a single one never."""
+    sample = Sample(DynBatcher(Constant), TEXTS)
+    counts = {sum(len(one.value) > 10 for one in sample.draw(10)) for _ in range(30)}
+    assert len(counts) > 2
+    assert sum(len(one.value) > 10 for one in sample.draw(100)) == 10
+
+
+def test_inputs_with_costs_are_packed() -> None:
+    """As the scheduler packs them: texts of one length, and at most `max_batch_cost`."""
+    sample = Sample(DynBatcher(Padded, max_batch_cost=4000.0), TEXTS)
+    batches = [[len(one.value) for one in sample.draw(8)] for _ in range(30)]
+    assert {8 * (10,)} < {tuple(batch) for batch in batches}
+    assert all(len(batch) * max(batch) <= 4000 for batch in batches)
+    with pytest.raises(TargetError, match="cost raised TypeError"):
+        Sample(DynBatcher(Padded), [1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "code", "text"),
+    [
+        (["tune", "--most", "8"], 1, "t(8) = 2"),
+        (["doctor"], 0, "contradict each other, so nothing follows from these times"),
+    ],
+)
+def test_times_that_contradict_each_other_are_no_advice(
+    command: list[str], code: int, text: str
+) -> None:
+    name, *options = command
+    target = ("command_models:Erratic", "--inputs", "command_models:TEXTS")
+    done = run_command([sys.executable, "-m", "fast_batcher", name, *target, *options], cwd=HERE)
+    told = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code
+    assert text in told
+    assert "contradict each other" in told
+    assert "Recommended" not in told
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("50ms", 0.05), ("0.2s", 0.2)])
