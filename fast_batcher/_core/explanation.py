@@ -6,7 +6,7 @@ of earlier ones of other sizes: the warm-up has measured a single input.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -50,6 +50,9 @@ class Setup(NamedTuple):
     is_short_of_memory: bool = False
     # The sizes to which batches are filled, empty if they are not.
     allowed_batch_sizes: tuple[int, ...] = ()
+    # Returns the seconds per request in full batches of a size, by what recent requests cost; None
+    # without costs.
+    seconds_each: Callable[[int], float | None] = lambda _: None
 
 
 def explain(
@@ -117,6 +120,8 @@ def _contradict(*points: tuple[float, float]) -> bool:
 
 def _predict_capacity(setup: Setup, service: ServiceModel) -> float | None:
     """Predict the requests per second with full batches; None if too little was measured."""
+    if each := setup.seconds_each(setup.max_batch_size):
+        return setup.num_workers / each
     full = service.best_size(setup.max_batch_size)
     sizes = [size for size, _, _ in service.points()]
     # One size alone tells nothing about a batch twice as large.
@@ -221,14 +226,17 @@ def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
     sizes = [size for size, _, _ in service.points()]
     if capacity is not None and rate < HIGH_LOAD * capacity:
         return "nothing to change: the workers have time left"
-    if len(sizes) == 1:
+    each, with_double = map(setup.seconds_each, (full, 2 * full))
+    if len(sizes) == 1 and each is None:
         # The warm-up measures one input, and `max_batch_size` of them.
         remedy = "try max_batch_size=2" if full == 1 else "give the model warmup_inputs"
         return (
             f"no other size than {number(sizes[0])} was measured, so what larger batches gain is "
             f"unknown: {remedy}"
         )
-    gain = 2 * service.median(full) / service.median(2 * full) - 1
+    if each is None or with_double is None:
+        each, with_double = service.median(full) / full, service.median(2 * full) / (2 * full)
+    gain = each / with_double - 1
     if gain < LEAST_GAIN:
         return (
             f"larger batches would not help: one of {2 * full} is predicted to take twice as long; "

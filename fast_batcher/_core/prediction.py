@@ -6,6 +6,7 @@ different methods never share a batch, because each request is in a group of its
 All predictions read the 95 % quantile of the measured times, unless they say otherwise.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import ceil, inf
 from typing import Final, NamedTuple
@@ -14,6 +15,7 @@ from fast_batcher._core.queue import BatchPacker, WorkAhead
 from fast_batcher._core.service_model import ScalarModel, ServiceModel, Shape
 from fast_batcher._core.values import Batch, Group, Release, Request
 from fast_batcher._core.workers import WorkerSlot
+from fast_batcher.stats import SAMPLED_BATCHES
 
 # Full batches that must succeed before a larger one is tried. A failed try costs its requests one
 # more batch, so failures should be rare.
@@ -182,6 +184,8 @@ class BatchTimes:
         self.is_wanted = self.has_costs
         # Costs of the answered requests, and of their batches, which may be padded.
         self._answered_cost = self._computed_cost = 0.0
+        # Of recent batches with costs: the size, and the cost of one of the requests, at random.
+        self._recent_costs: deque[tuple[int, float]] = deque(maxlen=SAMPLED_BATCHES)
         # Elements of the inputs of collations, and of the batches that were made of them.
         self.own_elements = self.computed_elements = 0
         # Sizes and seconds of warm-up batches whose costs are unknown: see `price_warm_ups`.
@@ -226,6 +230,7 @@ class BatchTimes:
             self._answered_cost += shape.cost
             self._computed_cost += self._packer.charge(shape)
             self.by_shape.observe(shape, seconds)
+            self._recent_costs.append((size, batch.requests[batch.id % size].cost))
         else:
             self._answered_cost += size
             self._computed_cost += service.fill(size)
@@ -325,6 +330,20 @@ class BatchTimes:
             work += batches * median(_make_shape(full, mean))
             work += median(_make_shape(rest, mean)) if rest else 0.0
         return work / max(1, len(slots))
+
+    def seconds_each(self, size: float) -> float | None:
+        """Predict by medians the mean seconds per request in full batches of at most this size.
+
+        Each of the recent requests is taken to be among others of its own cost. None without costs.
+        """
+        if self._packer is None or not self._recent_costs:
+            return None
+        total = 0.0
+        for weight, cost in self._recent_costs:
+            full = min(size, max(1.0, self._packer.max_batch_cost / cost))
+            shape = _make_shape(self.by_size.fill(full), cost)
+            total += weight * self.by_shape.median(shape) / full
+        return total / sum([weight for weight, _ in self._recent_costs])
 
     @property
     def full_batch(self) -> tuple[float, int] | None:

@@ -693,6 +693,10 @@ class Scheduler:
         slots = [slot for slot in self._workers.assignable if not slot.is_stalled]
         return self._times.seconds_of_backlog(now, slots, self._queue.size, self._queue.cost)
 
+    def seconds_each(self, size: int) -> float | None:
+        """Predicted seconds per request in full batches of this size; None without costs."""
+        return self._times.seconds_each(size)
+
     @property
     def full_batch(self) -> tuple[float, int] | None:
         """Predicted seconds of a full batch, and its size; None if unknown."""

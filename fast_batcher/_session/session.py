@@ -833,6 +833,7 @@ class LocalSession(Session):
             settings.enabled,
             self.scheduler.is_short_of_memory,
             self.scheduler.service.steps,
+            self.scheduler.seconds_each,
         )
         samples = self._ledger.counters.list_samples()
         if self._is_stepped:

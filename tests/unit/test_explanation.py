@@ -10,6 +10,7 @@ import pytest
 from schedulers import make
 from virtual_time import Seconds, poisson, with_knee
 
+from fast_batcher._cli.simulation import Arrivals, open_scheduler, simulate
 from fast_batcher._core.explanation import BatchSample, Setup, explain
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.queue import SummedPacker
@@ -204,6 +205,44 @@ def test_explanation_has_figures_of_the_run() -> None:
     assert busy.busy == pytest.approx(1, abs=0.02)
     assert busy.mean_batch_size > SIZE - 1
     assert busy.capacity == pytest.approx(CAPACITY, rel=0.05)
+
+
+def serve_padded(moments: Sequence[float], *, is_padded: bool) -> tuple[Scheduler, float]:
+    """Serve texts of which each tenth is long; return the scheduler and the requests per second."""
+    random = Random(2)
+    costs = [1000.0 if random.random() < 0.1 else 10.0 for _ in range(2000)]
+
+    def seconds(_: float, numbers: Sequence[int]) -> float:
+        of = [costs[number % len(costs)] for number in numbers]
+        return 0.01 + 1e-5 * (len(of) * max(of) if is_padded else sum(of))
+
+    options = {"max_queue_size": len(moments), "timeout": None, "cost": len}
+    scheduler = open_scheduler(SIZE, 1, (), cost_is_padded=is_padded, **options)
+    history = simulate(scheduler, Arrivals(moments), seconds, costs=costs)
+    return scheduler, len(moments) / max(history.answers)
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_load_with_costs_is_that_of_packed_batches(is_padded: bool, share: float) -> None:
+    """At any load: batches of long texts take longer, and are filled with their like."""
+    _, capacity = serve_padded([0.0] * 2000, is_padded=is_padded)
+    moments = poisson(share * capacity, 10.0, seed=3)
+    scheduler, rate = serve_padded(moments, is_padded=is_padded)
+    samples = [BatchSample(at, at + 1 / rate, 1, Release.IDLE, 0, 0.0, 0.0) for at in (0, 1 / rate)]
+    found = explained(samples, seconds_each=scheduler.seconds_each)
+    assert found.load == pytest.approx(share, rel=0.25)
+
+
+def test_gain_with_costs_is_that_of_packed_batches() -> None:
+    """A warm-up of short texts, and batches of texts that fill them, tell nothing of the size."""
+    times = {SIZE: 0.002, 2 * SIZE: 0.001}
+    samples = [BatchSample(at, at + 1.0, SIZE, Release.FULL, 9, 0.0, 1.0) for at in range(9)]
+    advice = explained(samples, seconds_each=times.get).advice
+    assert advice == "nothing to change: the workers have time left"
+    times = {SIZE: 0.03, 2 * SIZE: 0.015}
+    advice = explained(samples, seconds_each=times.get).advice
+    assert advice.startswith("max_batch_size=64 is predicted to raise the capacity by 100%")
 
 
 @pytest.mark.parametrize(
