@@ -41,11 +41,17 @@ def open_log_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def pack_record(record: logging.LogRecord) -> bytes:
-    """Pack a record, its message formatted; attributes that JSON does not know become texts."""
+    """Pack a record, its message formatted; attributes that JSON does not know become texts.
+
+    One whose text cannot be made becomes the name of its type.
+    """
     fields = dict(vars(record), msg=record.getMessage(), args=None, exc_info=None)
     if record.exc_info and not record.exc_text:
         fields["exc_text"] = _formatter.formatException(record.exc_info)
-    packed = _encode(fields)
+    try:
+        packed = _encode(fields)
+    except Exception:  # noqa: BLE001  the message counts, whatever the model has attached to it
+        packed = _encode_each(fields)
     return packed if len(packed) <= MAX_BYTES else _pack_shortened(record, fields)
 
 
@@ -64,6 +70,17 @@ def _pack_shortened(record: logging.LogRecord, fields: dict[str, Any]) -> bytes:
 def _encode(fields: dict[str, Any]) -> bytes:
     text = json.dumps(fields, default=str, skipkeys=True, ensure_ascii=False)
     return text.encode("utf-8", "surrogatepass")
+
+
+def _encode_each(fields: dict[str, Any]) -> bytes:
+    """Encode the attributes that can be, and the types of the others."""
+    shown = dict(fields)
+    for name, value in fields.items():
+        try:
+            _encode({name: value})
+        except Exception:  # noqa: BLE001  it has a cycle, or its `__str__` raises
+            shown[name] = f"<{type(value).__qualname__}>"
+    return _encode(shown)
 
 
 def unpack_record(packed: bytes) -> logging.LogRecord:
@@ -95,9 +112,14 @@ class LogSettings:
         )
 
     def apply(self, progress: WorkerProgress) -> None:
-        """Log to the parent from now on, in a worker process."""
+        """Log to the parent from now on, in a worker process.
+
+        The main module and the model's may configure logging while they are imported, as in the
+        parent: the parent's handlers get their records, and those of the worker would be others.
+        """
         root = logging.getLogger()
-        root.addHandler(RecordSender(self.sender, progress))
+        if not any(isinstance(one, RecordSender) for one in root.handlers):
+            root.handlers[:] = [RecordSender(self.sender, progress)]
         root.setLevel(self.root_level)
         logging.getLogger("fast_batcher").setLevel(self.library_level)
         logging.captureWarnings(self.captures_warnings)
@@ -169,7 +191,8 @@ class LogReceiver:
             self._report_lost()
             return False
         record = unpack_record(packed)
-        vars(record).update(self._attributes)
+        for name, value in self._attributes.items():  # the model's own attributes stay
+            vars(record).setdefault(name, value)
         target = logging.getLogger(record.name)
         if target.isEnabledFor(record.levelno):
             target.handle(record)

@@ -19,6 +19,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fast_batcher._core.values import or_infinite
@@ -180,10 +182,13 @@ class Loaded(NamedTuple):
     start: Start
 
 
-def load_warm(body: Any, settings: WorkerSettings) -> Loaded:
+def load_warm(
+    body: Any, settings: WorkerSettings, after_import: Callable[[], None] = lambda: None
+) -> Loaded:
     """Load the model, and warm it up; `body` names it, as in a LOAD frame."""
     began = monotonic()
     call = import_model(body)
+    after_import()
     if is_stepped(call.cls) != settings.is_stepped:
         needed = not settings.is_stepped
         raise WorkerStartupError(
@@ -247,19 +252,24 @@ def worker_main(
         inputs = InputReader(slabs)
         encoder = ReplyEncoder(outbox, settings.max_frame_bytes)
         port = FramePort(channel, progress, inputs, encoder)
-        exit_code = load_and_serve(port, progress, settings)
+        exit_code = load_and_serve(port, progress, settings, partial(logs.apply, progress))
     except BrokenPipeError:  # the parent has closed its ends
         exit_code = 0
     sys.exit(exit_code)
 
 
-def load_and_serve(port: WorkerPort, progress: WorkerProgress, settings: WorkerSettings) -> int:
+def load_and_serve(
+    port: WorkerPort,
+    progress: WorkerProgress,
+    settings: WorkerSettings,
+    after_import: Callable[[], None] = lambda: None,
+) -> int:
     """Load the model and serve it; returns the exit code."""
     try:
         body = port.receive_model()
         if body is None:  # the parent does not need the worker any more
             return 0
-        loaded = load_warm(body, settings)
+        loaded = load_warm(body, settings, after_import)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         port.fail_start(pickling.describe(error))
         return 1

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from typing import Any
 
 from fast_batcher import InferenceModel
 
@@ -44,3 +45,28 @@ class Logs(InferenceModel[str, str]):
 
     def close(self) -> None:
         logging.getLogger("models.tiny").info("closed")
+
+
+class NoText:
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+class LogsOddAttributes(InferenceModel[str, str]):
+    """Logs each input with an attribute that JSON cannot write."""
+
+    def infer(self, inputs: list[str]) -> list[str]:
+        cycle: dict[str, Any] = {}
+        cycle["self"] = cycle
+        deep: list[Any] = []
+        for _ in range(5000):
+            deep = [deep]
+        attributes = {"cycle": cycle, "deep": deep, "no text": NoText()}
+        for value in inputs:
+            extra = {"data": attributes[value], "tenant": 7}
+            logging.getLogger("models.odd").warning(value, extra=extra)
+        return inputs

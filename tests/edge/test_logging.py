@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from logging_models import Floods, Logs
+from logging_models import Floods, Logs, LogsOddAttributes
 from models.ordinary import GatedOnLoad, Warm
 from programs import run_command
 from shared_hosts import hosts
@@ -51,12 +51,36 @@ async def test_records_arrive_with_their_level_attributes_and_worker(
     assert "UserWarning: old argument" in records[4].getMessage()
     assert texts[5:] == ["closed"]
     for one in records:
-        assert (one.worker, one.worker_pid, one.model) == (0, one.process, "tiny")  # type: ignore[attr-defined]
+        assert (one.worker, one.worker_pid) == (0, one.process)  # type: ignore[attr-defined]
+    # The model's own attribute of this name stays.
+    assert [one.model for one in records] == ["tiny", "?", *["tiny"] * 4]  # type: ignore[attr-defined]
     assert (records[1].tenant, records[1].odd) == ({"id": 7}, "{1}")  # type: ignore[attr-defined]
     assert "KeyError: 'lost key'" in logging.Formatter().format(records[2])
     assert records[3].getMessage().endswith("[shortened]")
     assert [one.name for one in records] == [*["models.tiny"] * 4, "py.warnings", "models.tiny"]
     assert capfd.readouterr().err == "printed\nprinted natively\n"
+
+
+async def test_a_message_arrives_whatever_is_attached_to_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with DynBatcher(LogsOddAttributes, name="odd", stop_timeout=LIMIT) as batcher:
+        await batcher.process_many(["cycle", "deep", "no text"])
+    records = {one.getMessage(): one for one in caplog.records if one.name == "models.odd"}
+    shown = {text: one.data for text, one in records.items()}  # type: ignore[attr-defined]
+    assert shown == {"cycle": "<dict>", "deep": "<list>", "no text": "<NoText>"}
+    assert {one.tenant for one in records.values()} == {7}  # type: ignore[attr-defined]
+
+
+async def test_records_arrive_where_the_models_module_configures_logging(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once: the app's handlers get them, and not those that the module has set in the worker."""
+    async with DynBatcher("configures_logging:Model", name="set", stop_timeout=LIMIT) as batcher:
+        await batcher.process_batched("one")
+    (record,) = [one for one in caplog.records if one.getMessage() == "infer one"]
+    assert (record.worker, record.model) == (0, "set")  # type: ignore[attr-defined]
+    assert "infer one" not in capfd.readouterr().err
 
 
 @both_loops
