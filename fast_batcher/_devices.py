@@ -4,15 +4,16 @@ Reads the environment, `/dev` and `/proc`. Neither imports a GPU library nor ini
 process that has done so cannot fork, and holds memory on the GPU.
 """
 
+import contextlib
 import math
 import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fast_batcher.errors import ConfigurationError
@@ -251,19 +252,46 @@ def worker_environment(
 
 
 def usable_cores() -> int:
-    """Count the cores of this process: its CPU affinity, and a container's quota rounded up."""
+    """Count the cores of this process.
+
+    `PYTHON_CPU_COUNT` counts as for Python; otherwise the CPU affinity, and the smallest quota of a
+    control group, rounded up.
+    """
+    told = os.environ.get("PYTHON_CPU_COUNT", "")
+    if told.isdecimal() and int(told):
+        return int(told)
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota = read_quota(Path("/sys/fs/cgroup/cpu.max"))
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+    quotas = [quota for folder in list_control_groups("cpu") if (quota := read_quota(folder))]
+    return max(1, min([cores, *map(math.ceil, quotas)]))
 
 
-def read_quota(path: Path) -> float | None:
-    """Read the cores that a cgroup v2 file ("max 100000", "150000 100000") allows, or None."""
-    try:
-        quota, period = path.read_text(encoding="utf-8").split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def list_control_groups(
+    controller: str, root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")
+) -> Iterator[Path]:
+    """List the folders of this process's control groups, of versions 1 and 2, and of their parents.
+
+    A service has one in its slice. A container sees its own as the root, whatever `own` says.
+    """
+    with contextlib.suppress(OSError):
+        for line in own.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(",") or not controllers:
+                group = PurePosixPath(path.lstrip("/"))
+                top = root / controller if controllers else root
+                yield from [top / one for one in (group, *group.parents)]
+
+
+def read_quota(folder: Path) -> float | None:
+    """Read the cores that a control group allows, None without a limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            texts = [(folder / name).read_text(encoding="utf-8") for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            return quota / period if quota > 0 < period else None
+    return None

@@ -7,12 +7,13 @@ import resource
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from math import ceil
+from itertools import product
 from pathlib import Path
 
 from fast_batcher._cli.checks import Check
-from fast_batcher._devices import find_gpus
+from fast_batcher._devices import find_gpus, list_control_groups, usable_cores
 from fast_batcher._transport.progress import make_memory_file
+from fast_batcher._version import __version__
 
 # A server of 256 connections with a few workers, of which each takes about ten.
 ENOUGH_DESCRIPTORS = 1024
@@ -27,7 +28,6 @@ EXTRAS = {
 }
 # Faster, or read by the library where they are installed.
 OTHERS = ("uvloop", "uvicorn", "numpy", "torch", "orjson")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_machine() -> Iterator[Check]:
@@ -107,18 +107,16 @@ def _available_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        most = int((CGROUP / "memory.max").read_text(encoding="utf-8"))
-        found.append(most - int((CGROUP / "memory.current").read_text(encoding="utf-8")))
+    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for folder, of_version in product(list_control_groups("memory"), names):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            most, used = [int((folder / one).read_text(encoding="utf-8")) for one in of_version]
+            found.append(most - used)
     return min(found, default=None)
 
 
 def _check_core_count() -> Check:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert cores is not None, "the system tells how many there are"
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        quota, period = (CGROUP / "cpu.max").read_text(encoding="utf-8").split()
-        cores = min(cores, ceil(int(quota) / int(period)))
+    cores = usable_cores()
     threads = os.environ.get("OMP_NUM_THREADS")
     text = f"{cores} for this process"
     if threads is not None and threads.isdigit() and int(threads) > cores:
@@ -146,9 +144,8 @@ def _check_packages() -> Check:
     extras = [f"{extra} ({found})" for extra, name in EXTRAS.items() for found in _find(name)]
     others = [found for name in OTHERS for found in _find(name)]
     lists = ", ".join(extras) or "none", ", ".join(others) or "none"
-    text = (
-        f"fast_batcher {metadata.version('fast_batcher')}; extras: {lists[0]}; besides: {lists[1]}"
-    )
+    # The package may be on the path without being installed.
+    text = f"fast_batcher {__version__}; extras: {lists[0]}; besides: {lists[1]}"
     return Check("packages", "good", text)
 
 

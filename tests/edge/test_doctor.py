@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from programs import run_command
 from typer.testing import CliRunner
 from waits import LIMIT, Gate
 
+from fast_batcher import __version__
+from fast_batcher._cli.machine import check_machine
 from fast_batcher._cli.main import app
 from fast_batcher._cli.model import read_inputs
 
@@ -47,6 +50,15 @@ def test_a_machine_is_described() -> None:
     assert {"Python", "shared memory", "descriptors", "memory", "cores", "packages"} < set(checks)
     assert checks["shared memory"]["level"] == "good"
     assert "fast_batcher" in checks["packages"]["text"]
+
+
+def test_a_package_on_the_path_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", find_none)
+    (packages,) = [check for check in check_machine() if check.name == "packages"]
+    assert packages.text == f"fast_batcher {__version__}; extras: none; besides: none"
 
 
 def test_refused_memory_files_are_reported() -> None:

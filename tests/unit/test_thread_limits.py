@@ -13,6 +13,7 @@ from models.base import Echo
 from fast_batcher import DynBatcher, _devices
 from fast_batcher._devices import (
     THREAD_VARIABLES,
+    list_control_groups,
     read_quota,
     thread_share,
     usable_cores,
@@ -72,19 +73,65 @@ def test_cores_follow_the_threads_affinity() -> None:
     assert usable_cores() <= len(os.sched_getaffinity(0))
 
 
+@pytest.mark.parametrize(("text", "cores"), [("3", 3), ("64", 64)])
+def test_python_is_told_the_number_of_cores(
+    text: str, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_CPU_COUNT", text)
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize("text", ["", "default", "0", "-1", "many"])
+def test_other_counts_are_those_of_the_machine(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHON_CPU_COUNT", raising=False)
+    of_machine = usable_cores()
+    monkeypatch.setenv("PYTHON_CPU_COUNT", text)
+    assert usable_cores() == of_machine
+
+
 @pytest.mark.parametrize(
-    ("text", "cores"),
+    ("files", "cores"),
     [
-        ("max 100000\n", None),
-        ("100000 100000\n", 1.0),
-        ("150000 100000\n", 1.5),
-        ("5000 100000\n", 0.05),
-        ("", None),
-        ("nonsense", None),
-        ("x 100000", None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "100000 100000\n"}, 1.0),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "5000 100000\n"}, 0.05),
+        ({"cpu.max": ""}, None),
+        ({"cpu.max": "nonsense"}, None),
+        ({"cpu.max": "x 100000"}, None),
+        ({"cpu.cfs_quota_us": "250000\n", "cpu.cfs_period_us": "100000\n"}, 2.5),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.cfs_quota_us": "250000\n"}, None),
+        ({}, None),
     ],
 )
-def test_quota_file_limits_the_cores(tmp_path: Path, text: str, cores: float | None) -> None:
-    path = tmp_path / "cpu.max"
-    path.write_text(text)
-    assert read_quota(path) == cores
+def test_quotas_of_both_versions_are_read(
+    tmp_path: Path, files: dict[str, str], cores: float | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert read_quota(tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("own", "folders"),
+    [
+        ("0::/system.slice/model.service\n", ["system.slice/model.service", "system.slice", "."]),
+        ("0::/\n", ["."]),
+        (
+            "4:cpu,cpuacct:/docker/5f\n3:memory:/docker/5f\n0::/init.scope\n",
+            ["cpu/docker/5f", "cpu/docker", "cpu", "init.scope", "."],
+        ),
+        ("3:cpuset:/docker/5f\n", []),
+        (None, []),
+    ],
+)
+def test_control_groups_and_their_slices_are_found(
+    tmp_path: Path, own: str | None, folders: list[str]
+) -> None:
+    membership = tmp_path / "cgroup"
+    if own is not None:
+        membership.write_text(own)
+    assert [*list_control_groups("cpu", tmp_path, membership)] == [
+        tmp_path / one for one in folders
+    ]
