@@ -86,6 +86,7 @@ from fast_batcher.model import (
     concatenates,
     find_cost,
     is_session_model,
+    is_stepped,
     list_kinds,
     name_of,
     warn_about_hooks,
@@ -1012,11 +1013,6 @@ class DynBatcher(Generic[InputT, OutputT]):
         settings, model = self._settings, self._model_class
         most, in_threads = settings.max_frame_bytes, settings.workers == "threads"
         spec = check_model(model, args, kwargs, most, in_threads=in_threads)
-        if settings.stepped and isinstance(model, type) and not spec.is_stepped:
-            raise ConfigurationError(
-                f"stepped=True: {spec.name} is no SteppedModel; omit it, or derive the class from "
-                "SteppedModel"
-            )
         return replace(spec, is_stepped=True) if settings.stepped else spec
 
     def _make_settings(self, values: dict[str, Any], general: dict[str, Any]) -> Settings:
@@ -1048,8 +1044,13 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _make_fitting(self, values: dict[str, Any]) -> Settings:
         """Make settings that fit the model, as far as its class is known."""
-        settings = Settings(**values)
-        reject_for_model(settings, list_kinds(self._model_class, settings.stepped))
+        settings, model = Settings(**values), self._model_class
+        if settings.stepped and isinstance(model, type) and not is_stepped(model):
+            raise ConfigurationError(
+                f"stepped=True: {model.__name__} is no SteppedModel; omit it, or derive the class "
+                "from SteppedModel"
+            )
+        reject_for_model(settings, list_kinds(model, settings.stepped))
         return settings
 
     @property

@@ -39,6 +39,7 @@ _SWITCHES = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
+_WORDS = ("true", "false", "none", "null")
 # The name of a batcher selects the others, so it is the code's.
 _AVAILABLE = {name: option for name, option in OPTIONS.items() if option.types and name != "name"}
 
@@ -224,6 +225,9 @@ def _parse(option: Option, text: str, source: str) -> Any:
         value = False  # of a switch that may be a name
     elif bool in option.types and lowered in _SWITCHES:
         value = _SWITCHES[lowered]
+    elif bool in option.types and (hint := suggest_parameter(lowered, _WORDS, 0.75)):
+        # The switch may be a name, which nobody writes so.
+        raise ConfigurationError(f"{source}={text!r:.100}: give {option}{hint}")
     elif list in option.types and "," in text:
         value = [part.strip() for part in text.split(",")]
     elif tuple in option.types and (ends := re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)):

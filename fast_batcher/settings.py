@@ -137,10 +137,20 @@ class Range:
 
     text: str
     """Description of the values for people, without the unit."""
-    check: Callable[[str, Any], None]
+    test: Callable[[str, Any], None]
     """Takes the option's name and a value; raises ConfigurationError if the value is another."""
     unit: str = ""
     """"seconds", "milliseconds", "bytes" or ""."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ConfigurationError, which names the option, for another value."""
+        try:
+            self.test(name, value)
+        except ConfigurationError:
+            raise
+        except ValueError:  # the error shows the value, and Python writes 4300 digits at most
+            text = f"{name}: give {self.text}, and no integer of thousands of digits"
+            raise ConfigurationError(text) from None
 
 
 def whole(least: int = 1, most: int | None = None, unit: str = "") -> Range:
@@ -818,17 +828,17 @@ OTHER_NAMES = {
 }
 
 
-def suggest_parameter(name: str, known: Iterable[str]) -> str:
+def suggest_parameter(name: str, known: Iterable[str], cutoff: float = CLOSE) -> str:
     """Return the end of an error message about an unknown parameter."""
     names = [*known]
     found = OTHER_NAMES.get(name.lower())
     if found in names:
         unit = f", in {OPTIONS[found].range.unit}" if OPTIONS[found].range.unit else ""
         return f". Did you mean {found!r}{unit}?"
-    found = find_similar_name(name, names)
+    found = find_similar_name(name, names, cutoff)
     return f". Did you mean {found!r}?" if found else ""
 
 
-def find_similar_name(name: str, known: Iterable[str]) -> str | None:
+def find_similar_name(name: str, known: Iterable[str], cutoff: float = CLOSE) -> str | None:
     """Return the known name that is most similar to a misspelt one, None without any."""
-    return next(iter(get_close_matches(name.lower(), [*known], n=1, cutoff=CLOSE)), None)
+    return next(iter(get_close_matches(name.lower(), [*known], n=1, cutoff=cutoff)), None)

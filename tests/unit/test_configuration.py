@@ -207,6 +207,31 @@ def test_sharing_can_be_switched_off_by_none(monkeypatch: pytest.MonkeyPatch) ->
     assert construct().settings["shared"] == (False, "FAST_BATCHER_SHARED")
 
 
+@pytest.mark.parametrize("text", ["flase", "Flase", "ture", "treu", "fals", "nome"])
+def test_a_misspelt_switch_is_no_name(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shared` takes a name too, and processes that should not share would share under this one."""
+    monkeypatch.setenv("FAST_BATCHER_SHARED", text)
+    with pytest.raises(ConfigurationError, match=r"Did you mean '(true|false|none)'") as caught:
+        construct()
+    assert str(caught.value).startswith(f"FAST_BATCHER_SHARED='{text}': give ")
+
+
+@pytest.mark.parametrize("text", ["0x" + "f" * 6000, "9" * 6000], ids=["hexadecimal", "decimal"])
+def test_a_number_of_thousands_of_digits_is_out_of_range(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python writes no such number in a message, and reads it in hexadecimal only."""
+    path = tmp_path / "batchers.toml"
+    path.write_text(f"max_batch_size = {text}")
+    monkeypatch.setenv("FAST_BATCHER_CONFIG", str(path))
+    with pytest.raises(ConfigurationError, match=str(path)):
+        construct()
+    monkeypatch.delenv("FAST_BATCHER_CONFIG")
+    for option in ("max_batch_size", "timeout", "num_workers"):
+        with pytest.raises(ConfigurationError, match=f"^{option}: give "):
+            construct(**{option: int("f" * 6000, 16)})
+
+
 @pytest.mark.parametrize("service", ["", "API_", "MY_2ND_"])
 def test_variables_of_a_kubernetes_service_are_ignored(
     service: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -351,6 +376,19 @@ def test_an_option_for_all_batchers_is_used_where_it_fits(
     both = construct().settings
     assert (both["policy"].value, both["max_delay"].value) == ("fixed", 0.1)
     assert len(caplog.messages) == 1
+
+
+def test_steps_of_all_batchers_are_of_those_that_have_some(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAST_BATCHER_STEPPED", "true")
+    assert DynBatcher("models.stepped:Counter").settings["stepped"].value is True
+    assert construct().settings["stepped"] == (False, "default")
+    (message,) = caplog.messages
+    assert message.startswith("FAST_BATCHER_STEPPED is not used: it does not fit this batcher")
+    monkeypatch.setenv("FAST_BATCHER_RE_RANKER__STEPPED", "true")
+    with pytest.raises(ConfigurationError, match="no SteppedModel"):
+        construct()
 
 
 @pytest.mark.anyio
