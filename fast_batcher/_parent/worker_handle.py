@@ -409,7 +409,7 @@ class WorkerHandle(ABC):
             self._events.worker_exited(self, exit)
 
 
-def describe_exit(code: int | None) -> str:
+def describe_exit(code: int | None, *, may_be_out_of_memory: bool = False) -> str:
     """Describe how a process ended."""
     if code is None:
         return "unknown exit status"
@@ -419,5 +419,5 @@ def describe_exit(code: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = "unknown"
-    hint = ", possibly out of memory" if -code == SIGKILL else ""
+    hint = ", possibly out of memory" if may_be_out_of_memory else ""
     return f"signal {-code} ({name}{hint})"

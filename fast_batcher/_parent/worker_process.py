@@ -389,14 +389,15 @@ class WorkerProcess(FrameWorker):
             self._loop.remove_reader(child.death_fd)
         exit_code = child.take_exit_code()
         is_ours = self.state is WorkerState.ENDING and not self._has_hung_up
+        may_be_out_of_memory = exit_code == -SIGKILL and not is_ours
         exit = Exit(
-            text=describe_exit(exit_code),
+            text=describe_exit(exit_code, may_be_out_of_memory=may_be_out_of_memory),
             by_signal=exit_code is not None and exit_code < 0,
             is_clean=exit_code == 0 and self.was_asked_to_end,
             is_ours=is_ours,
             taken=progress.taken,
             begun=progress.begun,
-            may_be_out_of_memory=exit_code == -SIGKILL and not is_ours,
+            may_be_out_of_memory=may_be_out_of_memory,
         )
         self._end_leases(progress.inherited)
         child.close()
