@@ -9,6 +9,7 @@ The metrics are ordinary ones of `prometheus_client`, so that its multiprocess m
 """
 
 import asyncio
+import contextlib
 import os
 from collections import Counter as Counts
 from functools import cached_property
@@ -81,6 +82,8 @@ def instrument(batcher: DynBatcher[Any, Any], registry: CollectorRegistry | None
     metrics = _metrics.get(registry)
     if metrics is None:
         metrics = _metrics[registry] = _Metrics(registry)
+    else:
+        metrics.register_again(registry)
     if batcher not in metrics.batchers:
         metrics.batchers.add(batcher)
         observer = PrometheusObserver(batcher, metrics)
@@ -212,6 +215,14 @@ class _Metrics:
             "Predicted time in which the ready workers answer everything that waits and runs.",
             "livemax",
         )
+
+    def register_again(self, registry: CollectorRegistry) -> None:
+        """Register metrics that something has removed, as fixtures of tests clear a registry."""
+        for metric in vars(self).values():
+            if isinstance(metric, Counter | Gauge | Histogram):
+                with contextlib.suppress(KeyError):  # it was removed
+                    registry.unregister(metric)
+                registry.register(metric)
 
 
 # The metrics that this module has made, by their registries.

@@ -280,6 +280,27 @@ def test_metrics_coexist_with_metrics_of_app() -> None:
             assert 'http_requests_total{handler="/echo/{number}"' in page.text
 
 
+def test_metrics_return_to_a_registry_that_was_cleared() -> None:
+    """As fixtures of tests clear it, who know no other way to begin again."""
+    registry = CollectorRegistry()
+
+    def names() -> set[str]:
+        return {metric.name for metric in registry.collect()}
+
+    instrument(DynBatcher(Echo, name="first"), registry)
+    before = names()
+    for collector in [*registry._collector_to_names]:
+        registry.unregister(collector)
+    instrument(DynBatcher(Echo, name="second"), registry)
+    assert names() == before
+    other = Gauge("fast_batcher_queue_size", "Of another library.", registry=None)
+    for collector in [*registry._collector_to_names]:
+        registry.unregister(collector)
+    registry.register(other)
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        instrument(DynBatcher(Echo, name="third"), registry)
+
+
 def cache_results(page: str) -> dict[str, float]:
     """The calls of a batcher named "cached" that a page of metrics shows, by result."""
     name = re.escape('fast_batcher_cache_requests_total{model="cached",result=')
