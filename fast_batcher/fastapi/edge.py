@@ -114,7 +114,8 @@ def health_router(
 
     `/livez` answers 200 while the event loop runs and no batcher was broken for `broken_timeout`.
     `/readyz` answers 200 while every batcher is ready. Otherwise they answer 503. Each 503, and
-    every answer of `/readyz`, has the state of each batcher in its body. The model is not called.
+    every answer of `/readyz`, has the state of each batcher in its body, and what a batcher waits
+    for. HEAD is answered like GET. The model is not called.
 
     Args:
         batchers: One or more batchers, which must all be ready.
@@ -137,6 +138,8 @@ def health_router(
 
     headers = {"Cache-Control": "no-store"}
 
+    # Supervisors may ask for the status alone.
+    @router.head("/livez", include_in_schema=False)
     @router.get("/livez")
     async def livez() -> JSONResponse:
         broken = [batcher._status.broken_seconds for batcher in batchers]  # noqa: SLF001
@@ -146,6 +149,7 @@ def health_router(
         reports = [_report(batcher) for batcher in batchers]
         return JSONResponse({"status": "broken", "batchers": reports}, 503, headers)
 
+    @router.head("/readyz", include_in_schema=False)
     @router.get("/readyz")
     async def readyz() -> JSONResponse:
         ready = all(batcher.is_ready for batcher in batchers)
@@ -166,6 +170,8 @@ def health_router(
 def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
     stats, failure = batcher.stats, batcher.start_error
     waits_for = batcher._status.waits_for  # noqa: SLF001  as above
+    if stats.state == "new":
+        waits_for = "an opening, by FastAPI(lifespan=batcher.lifespan) or await batcher.open()"
     return {
         "name": batcher.name,
         "state": stats.state,

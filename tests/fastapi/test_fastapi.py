@@ -688,6 +688,20 @@ def test_livez_fails_and_recovers_with_the_batcher(gate: Gate) -> None:
         assert ask_until_status(client, "/livez", 200) == {"status": "alive"}
 
 
+def test_probe_without_a_lifespan_says_what_to_do() -> None:
+    """The batcher opens with its first call, which no load balancer sends before it is ready."""
+    app = FastAPI()
+    app.include_router(health_router(DynBatcher(Echo)))
+    client = TestClient(app)
+    for ask in (client.get, client.head):
+        response = ask("/readyz")
+        assert (response.status_code, response.headers["Cache-Control"]) == (503, "no-store")
+        assert ask("/livez").status_code == 200
+    (report,) = client.get("/readyz").json()["batchers"]
+    assert report["state"] == "new"
+    assert "FastAPI(lifespan=batcher.lifespan)" in report["waits_for"]
+
+
 def test_health_router_options_are_checked() -> None:
     app = FastAPI()
     app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
