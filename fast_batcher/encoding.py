@@ -46,7 +46,7 @@ def to_base64(array: Any) -> str:
 
     Args:
         array: A NumPy array, a tensor, or a list of numbers, of any shape; it is written in C
-            order.
+            order. Masked elements become NaN, as `to_json` writes them as null.
 
     Returns:
         Base64, as ASCII text.
@@ -61,10 +61,11 @@ def to_base64(array: Any) -> str:
         raise ModuleNotFoundError(
             "fast_batcher.encoding.to_base64 needs NumPy: pip install numpy", name="numpy"
         ) from error
-    numbers = np.asarray(_to_array(array))
+    numbers = np.asanyarray(_to_array(array))
     if not np.can_cast(numbers.dtype, "<f4", "same_kind"):
         raise TypeError(f"to_base64: array has dtype {numbers.dtype}; give real numbers")
-    return base64.b64encode(numbers.astype("<f4").tobytes()).decode("ascii")
+    filled = np.ma.filled(numbers.astype("<f4"), np.nan)
+    return base64.b64encode(filled.tobytes()).decode("ascii")
 
 
 def _to_array(value: Any) -> Any:

@@ -52,6 +52,14 @@ def test_base64_is_little_endian_float32(numbers: Any) -> None:
     assert base64.b64decode(to_base64(numbers)) == b"\0\0\x80?\0\0 @"
 
 
+def test_masked_elements_are_no_numbers() -> None:
+    """They hold what was there before they were masked, which nobody shall see."""
+    masked = np.ma.masked_array([1, 2, 3], mask=[False, True, False])
+    found = np.frombuffer(base64.b64decode(to_base64(masked)), "<f4")
+    assert [*map(str, found)] == ["1.0", "nan", "3.0"]
+    assert to_json(masked) == b"[1,null,3]"
+
+
 @pytest.mark.parametrize(
     "numbers", [[1j], np.ones(1, "M8[s]"), np.ones(1, "m8[s]"), ["1"], [None], torch.ones(1) * 1j]
 )
