@@ -4,10 +4,14 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-# The version that the `fastapi` extra asks for, and the tests that run with it.
-OLDEST_FASTAPI := $(shell sed -n 's/^fastapi = \["fastapi>=\(.*\)"\]/\1/p' pyproject.toml)
-# Those of whole servers are about uvicorn and others, which are as new as ever.
-FASTAPI_TESTS := $(filter-out %servers.py,$(wildcard tests/fastapi/test_*.py))
+# What runs with the lowest versions that the extras ask for: the integrations, and the command. Tests
+# of whole servers are about uvicorn and others, which are as new as ever.
+OLDEST_TESTS := $(filter-out %servers.py,$(wildcard tests/fastapi/test_*.py)) \
+	tests/edge/test_opentelemetry.py::test_batch_span_links_requests_and_contains_model_spans \
+	tests/edge/test_doctor.py::test_a_model_is_loaded_and_timed \
+	tests/edge/test_prometheus.py::test_metrics_coexist_with_metrics_of_app \
+	tests/edge/test_tune.py::test_the_command_measures_and_recommends \
+	tests/edge/test_load_client.py
 # What a user may install; the other extras are of this repository.
 EXTRAS := fastapi,json,prometheus,cli,opentelemetry,ray,torch
 # Where it is set, each of the thousands of processes that the tests start compiles what it imports.
@@ -21,7 +25,7 @@ help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched: a table, a picture'
 	@echo 'make test         formatting, lint, types, and the tests of the code'
 	@echo 'make check-docs   the tests of README, docs, docker, deploy and the site'
-	@echo 'make test-oldest  the tests of the FastAPI integration with the oldest version supported'
+	@echo 'make test-oldest  the tests of the integrations and the command with the lowest versions supported'
 	@echo 'make test-fast    the tests without processes and servers, in half a minute'
 	@echo 'make fix          format and mend what can be mended'
 	@echo 'make cov          every test with branch coverage, child processes included'
@@ -50,11 +54,11 @@ install: .venv/installed
 	$(BIN)/pip install --disable-pip-version-check --no-compile -e '.[dev]'
 	touch $@
 
-# All that .venv has, but for FastAPI and what it needs.
-.venv-oldest/installed: .venv/installed
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --disable-pip-version-check --no-compile \
-		'fastapi==$(OLDEST_FASTAPI).*' httpx
+# All that .venv has, but for what the extras need.
+.venv-oldest/installed: .venv/installed .ci/minima.py
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/pip install --disable-pip-version-check --no-compile httpx \
+		$$($(BIN)/python .ci/minima.py)
 	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
 	touch $@
@@ -79,8 +83,9 @@ check-docs: install
 
 # Old versions use what newer ones of their own requirements warn about.
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest --numprocesses $(JOBS) --override-ini filterwarnings=default \
-		$(FASTAPI_TESTS)
+	PYTHONPATH=$(CURDIR) .venv-oldest/bin/python -m pytest --numprocesses $(JOBS) \
+		--override-ini filterwarnings=default \
+		$(OLDEST_TESTS)
 
 test-fast: install
 	$(PYTEST) -m 'not slow' --numprocesses $(JOBS)

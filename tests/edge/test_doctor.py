@@ -259,7 +259,7 @@ def test_warm_up_is_measured_without_inputs() -> None:
     [
         ("command_models:NoWeights", "model", "FileNotFoundError: weights.pt", "in __init__"),
         ("command_models:OneAnswer", "batches", "1 outputs for 2 inputs; return one per input", ""),
-        ("command_models:Missing", "target", "has no 'Missing'; it has Doubler, NeedsPath", ""),
+        ("command_models:Missing", "target", "has no 'Missing'; it has Constant, Doubler", ""),
         ("command_models:NeedsPath", "model", "missing 1 required", "that has the model's model_"),
         ("command_models:text", "target", "is a str: name a DynBatcher or a subclass", ""),
         ("no_such_module:Model", "target", "run the command in the folder that has it", ""),
