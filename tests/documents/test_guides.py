@@ -43,7 +43,7 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tutorial")
     assert set(save("tutorial.md", folder)) == {
-        *("similarity.py", "try_it.py", "server.py", "test_server.py")
+        *("pair.py", "similarity.py", "try_it.py", "server.py", "test_server.py")
     }
     return folder
 
