@@ -301,9 +301,9 @@ async def examine_model(
 def list_own_options(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
     """Return the `BatchPolicy` and the costs of a batcher, and the options that go with them."""
     found = {name: setting.value for name, setting in batcher.settings.items()}
-    names = () if isinstance(found["policy"], str) else ("policy", "max_delay", "max_latency")
+    names = [] if isinstance(found["policy"], str) else ["policy", "max_delay", "max_latency"]
     if found["cost"] is not None:
-        names += ("cost", "cost_is_padded", "max_batch_cost")
+        names += ["cost", "cost_is_padded", "max_batch_cost"]
     return {name: found[name] for name in names}
 
 
@@ -487,8 +487,12 @@ async def measure(
     by_cost = _learn_costs(sample, allowed, batches)
     # Clocks of CPU time may be coarse.
     return Measurement(
-        *(rows, max(0.0, median(overheads)), max(median(cpu_seconds), 1e-6)),
-        *(fails_from, (), allowed, sample.options),
+        rows,
+        overhead=max(0.0, median(overheads)),
+        loop_seconds=max(median(cpu_seconds), 1e-6),
+        fails_from=fails_from,
+        allowed=allowed,
+        options=sample.options,
         by_cost=by_cost,
         contradiction=_find_contradiction(batches, by_cost),
     )
