@@ -76,7 +76,9 @@ async def test_records_arrive_where_the_models_module_configures_logging(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Once: the app's handlers get them, and not those that the module has set in the worker."""
-    async with DynBatcher("configures_logging:Model", name="set", stop_timeout=LIMIT) as batcher:
+    async with DynBatcher[Any, Any](
+        "configures_logging:Model", name="set", stop_timeout=LIMIT
+    ) as batcher:
         await batcher.process_batched("one")
     (record,) = [one for one in caplog.records if one.getMessage() == "infer one"]
     assert (record.worker, record.model) == (0, "set")  # type: ignore[attr-defined]

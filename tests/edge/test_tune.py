@@ -36,6 +36,7 @@ from fast_batcher._cli.advice import (
 )
 from fast_batcher._cli.main import app
 from fast_batcher._cli.model import (
+    SEED,
     Measurement,
     Sample,
     TargetError,
@@ -157,7 +158,7 @@ def test_a_rule_of_the_user_is_simulated() -> None:
 
 def answered_within(size: int, rate: float, target: float) -> float:
     """Share of all requests that a worker answers in time; a batch of n takes 30 + 10 n ms."""
-    arrivals = poisson(rate, advice_module.REQUESTS / rate, advice_module.SEED)
+    arrivals = poisson(rate, advice_module.REQUESTS / rate, SEED)
     record = simulate(
         open_scheduler(size, 1, ()),
         Arrivals(arrivals),
