@@ -141,55 +141,30 @@ def _note_arguments(init: _InitT) -> _InitT:
 class DynBatcher(Generic[InputT, OutputT]):
     """Answers single requests with a model that computes batches in worker processes.
 
+    Constructing starts nothing: the lifespan, `async with`, `open` or the first call does. See
+    docs/settings.md.
+
     Args:
-        model: A subclass of `InferenceModel`, `SteppedModel` or `SessionModel` that workers can
-            import, or a string "module:Class", which only the workers import.
-        max_batch_size: Most requests in a batch, 1 to 2**20.
-        max_delay: Longest time in seconds for which a batch is held while a worker is free, 0 or
-            more. Only `policy="fixed"` uses all of it. With None, "adaptive" holds a batch at most
-            as long as the model takes for a single request.
-        model_args: Positional arguments of the model's constructor; picklable.
-        model_kwargs: Keyword arguments of the model's constructor; picklable.
-        num_workers: Worker processes, each with its copy of the model. A number above the cores of
-            the machine causes a warning. With a tuple of the fewest and the most, for example
-            (1, 8), their number follows the load. Omit it if `devices` is given.
-        policy: Rule for the moment at which a batch that is not full leaves. "greedy": as soon as a
-            worker is free. "adaptive": like "greedy", but a batch is held for a moment if callers
-            are expected to send their next requests soon and a larger batch is worth the wait.
-            "fixed": `max_delay` seconds after its first request. Or a rule of your own, a
-            `fast_batcher.policy.BatchPolicy`.
-        max_latency: Seconds from its arrival within which a request should be answered, or None. A
-            request is rejected at once if it cannot be answered in that time, as predicted from
-            the batches so far, and dropped if it becomes late while it waits and others can run in
-            its place. Both fail with `DeadlineExceededError`, whose `retry_after` says when to
-            retry. A running request is answered even if it is late, until its `timeout`.
-        max_queue_size: Most waiting requests, 1 or more; further calls fail with `QueueFullError`.
-            Default the larger of 1024 and 8 batches per worker.
-        timeout: Seconds until a call without its own timeout fails; None for no limit. A worker
-            also counts as not ready when it has run one batch for that time and no caller waits
-            for that batch any more.
-        infer_timeout: Seconds that one batch may take before its worker is replaced, or None. No
-            other limit replaces a worker that computes.
-        auto_open: Whether the first awaited call opens a new batcher.
-        name: Printable name for logs and health checks. Default the model's name.
-        cost: Function that returns the cost of an input, for example its number of tokens: 0 to
-            1e15. Batches are then formed of inputs with similar costs. The function is
-            called once per input on the event loop's thread, so it must be quick, and sees the
-            context variables (`contextvars`) of the call. Default the model's `cost`, if its class
-            has a static or class method of that name; or the length of the input, if the model has
-            a `Collation.concatenate`.
-        group_by: Function that returns a hashable key of an input: only inputs with equal keys
-            share a batch. It is called like `cost`.
-        options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`;
-            `fast_batcher.settings.OPTIONS` and docs/settings.md describe each.
+        model: An importable class, or "module:Class".
+        max_batch_size: Most requests in a batch.
+        max_delay: Most seconds to hold a batch.
+        model_args: Positional arguments of the model's constructor.
+        model_kwargs: Keyword arguments of it.
+        num_workers: Processes with a copy of the model; (1, 8) follows the load.
+        policy: "adaptive", "greedy", "fixed" or a `BatchPolicy`.
+        max_latency: Target in seconds; what would miss it fails early.
+        max_queue_size: Most waiting requests.
+        timeout: Seconds until a call fails.
+        infer_timeout: Seconds that a batch may take.
+        auto_open: Whether the first call opens the batcher.
+        name: Name in logs and metrics.
+        cost: Function of an input's cost.
+        group_by: Function of a key; equal keys share batches.
+        options: `BatcherOptions`.
 
     Raises:
-        ConfigurationError: A setting is wrong. Nothing has been started.
+        ConfigurationError: A setting is wrong.
         TypeError: An option is unknown.
-
-    Constructing starts nothing. The lifespan, `async with`, `open` or the first call does, and all
-    methods but `submit` and `stop` must be called on the thread of that event loop. Once it is
-    closed, a call on another loop ends the workers and opens the batcher again.
     """
 
     # The names of the constructor's arguments.
@@ -300,52 +275,27 @@ class DynBatcher(Generic[InputT, OutputT]):
         priority: int = 0,
         share: str | int | None = None,
     ) -> OutputT:
-        """Wait for the model's output for one input.
-
-        The input joins a batch in order of arrival.
+        """Wait for the model's output for one input, which joins a batch in order of arrival.
 
         Args:
-            value: One input, without a batch axis. Must be picklable, and must not be changed until
-                the call returns.
-            timeout: Seconds from now until the call fails, `math.inf` for no limit, None for the
-                batcher's `timeout`. Includes the start of the workers. A timeout given here is also
-                a target: a call that cannot be answered in that time is rejected at once.
-            priority: -100 to 100. Inputs of higher priority go first, and inputs of equal priority
-                in order of arrival; lower priorities fill the rest of a batch. Every eighth batch
-                ignores priorities, so that no input starves.
-            share: The name of the caller, a text or an int. Within one priority, shares are served
-                in turn, by what their inputs cost, and a share can fill the queue only as far as
-                room is left for others. None is a share of its own. Errors name it: give the id of
-                a client, and not its secret key.
+            value: One input, without a batch axis. Picklable, and not changed until the call
+                returns.
+            timeout: Seconds until the call fails, None for the batcher's, `math.inf` for no limit.
+                A call that cannot be answered in a timeout given here is rejected at once.
+            priority: -100 to 100; inputs of higher priority go first.
+            share: Name of the caller, text or int: shares are served in turn.
 
         Returns:
             The output of `infer` at this input's position.
 
         Raises:
-            QueueFullError: `max_queue_size` requests or `max_queue_bytes` bytes wait already, or as
-                many of `share` as there is room for others; nothing was queued.
-            DeadlineExceededError: The timeout passed; or, with `retry_after` set, the timeout or
-                `max_latency` could not be met.
-            NotReadyError: The timeout passed and no worker was ready, or all workers have spent
-                their restarts.
+            QueueFullError: Too many requests wait; nothing was queued.
+            DeadlineExceededError: The timeout passed, or with `retry_after` could not be met.
             InferenceError: The model raised; also an instance of the raised type.
-            OutputMismatchError: The model did not return one output per input.
-            CollationError: The model has a `collation`, and the input cannot be joined to others.
-            UnsendableValueError: The input cannot be pickled.
-            RequestTooLargeError: The pickled input is larger than `max_frame_bytes`, or costs more
-                than `max_request_cost`.
-            ConfigurationError: `timeout`, `priority` or `share` is invalid; or `cost` or `group_by`
-                raised, or returned something invalid, for this input.
-            WorkerLostError: The worker died while it computed this input, and `idempotent` is
-                False.
-            PoisonRequestError: Two workers died while they computed this input.
-            WorkerStartupError: The model could not be loaded.
-            BatcherClosedError: The batcher is draining or closed.
+            BatcherError: Base of all; see docs/errors.md.
 
-        Cancellation: safe at any time. A waiting input is removed from the queue; a running input
-        is computed and its output dropped. Other inputs of the batch are not affected. A large
-        input may be read for some milliseconds after the cancellation: until then a `bytearray`
-        cannot be resized, and an array must not be resized with `refcheck=False`.
+        Cancellation: safe at any time. A waiting input leaves the queue; the output of a running
+        one is dropped.
         """
         calls = self._calls
         if calls is None or self._status.state is not STATE_OPEN:
@@ -381,16 +331,13 @@ class DynBatcher(Generic[InputT, OutputT]):
 
             return StreamingResponse(await batcher.stream(text))
 
-        What fails before the first chunk raises here, so that an endpoint can answer with a status,
-        and a request whose worker dies until then is begun again on another worker. A stream joins
-        the others at the next step, and leaves them when its caller has gone. `StreamingResponse`
-        takes chunks that are text or bytes: convert others in an `async for`.
+        What fails before the first chunk raises here, so that an endpoint can answer with a status.
+        `StreamingResponse` takes chunks that are text or bytes.
 
         Args:
             value: As for `process_batched`.
             timeout: Seconds until the call fails without a first chunk, and later without a further
-                one. Default the batcher's. For a limit on the whole stream read it within
-                `asyncio.timeout`, and close it.
+                one. Default the batcher's.
             priority: As for `process_batched`.
             share: As for `process_batched`.
 
@@ -492,11 +439,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Wait for the outputs of many inputs, in their order.
 
         A few batches of inputs are queued at a time, so that other callers are served, too. Each
-        input counts as one request against `max_queue_size`.
+        input counts as one request.
 
         Args:
-            values: Inputs as for `process_batched`; without inputs the result is an empty list.
-                A single input is rejected: a text, a mapping, a table, a named tuple.
+            values: Inputs as for `process_batched`. A single one is rejected: a text, a mapping, a
+                table, a named tuple.
             timeout: As for `process_batched`, for all inputs together.
             priority: As for `process_batched`, for each input.
             share: As for `process_batched`, for each input.
@@ -505,9 +452,8 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Raises:
             ConfigurationError: `values` is a single input.
-            BatcherError: The errors of `process_batched`. Without `return_exceptions` the first
-                input that fails ends the call, also if it was rejected because of `max_latency`;
-                the other inputs are cancelled. A note of the error has the position of its input.
+            BatcherError: As for `process_batched`; the first input that fails cancels the others. A
+                note of the error has its position.
 
         Cancellation: safe at any time; all inputs are cancelled.
         """
@@ -551,13 +497,12 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> Any:
         """Wait for the outputs of an input that is itself a batch of k rows.
 
-        Each row is one input: rows share batches with the inputs of other callers, count as k
-        requests against `max_batch_size` and `max_queue_size`, and are spread over several batches
-        if necessary.
+        Each row is one input: rows share batches with the inputs of other callers, and count as k
+        requests.
 
         Args:
-            batch: An array or tensor with a batch axis, or a structure of them, for example a dict
-                of features. A list in it has one entry per row.
+            batch: An array or tensor with a batch axis, or a structure of them. A list in it has
+                one entry per row.
             collation: Position of the batch axis, `batch_dim[0]` in `batch` and `batch_dim[1]` in
                 the result; and the padding of unequal outputs. Default `Collation.stack()`.
             timeout: As for `process_batched`, for all rows together.
@@ -565,12 +510,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             share: As for `process_batched`, for each row.
 
         Returns:
-            The outputs of the rows in their order, joined to one batch: arrays and tensors with a
-            batch axis, numbers as an array, texts as a list, or a structure of these.
+            The outputs of the rows in their order, joined to one batch.
 
         Raises:
-            CollationError: `batch` has no rows, or its features have different numbers of rows, and
-                nothing was queued; or the outputs cannot be joined.
+            CollationError: `batch` has no rows, or its features have different numbers of rows; or
+                the outputs cannot be joined.
             BatcherError: The errors of `process_many`.
 
         Cancellation: as for `process_many`.
@@ -805,29 +749,18 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> Any:
         """Open and close the batcher with an app: `FastAPI(lifespan=batcher.lifespan)`.
 
-        Several lifespans on one event loop may share the batcher, also with `async with`: the first
-        opens it, and the last that ends closes it. `aclose` and `stop` close it for all of them.
-        SIGINT or SIGTERM while the model loads ends the workers and the start at once.
+        Several lifespans on one event loop may share the batcher: the first opens it, and the last
+        closes it. docs/deployment.md describes the end.
 
         Args:
             app: The app, passed by the framework. Without it, the call returns a lifespan with the
-                other arguments: `FastAPI(lifespan=batcher.lifespan(wait_ready=False))`.
+                other arguments: `lifespan=batcher.lifespan(wait_ready=False)`.
             wait_ready: Whether the app starts to answer only when every worker is ready.
-            drain_on_sigterm: Whether SIGTERM makes `is_ready`, and with it `/readyz`, false at
-                once, while the server still finishes its requests. The server's own handler runs
-                afterwards, and closes the listening socket: see `lame_duck`. Requests and streams
-                that are not answered `drain_timeout` seconds later fail, as in `aclose`. If the
-                lifespan does not run in the main thread, as with `TestClient`, SIGTERM has no such
-                effect, and a warning says so.
-            lame_duck: Seconds from SIGTERM to the server's own handler, 0 or more; needs
-                `drain_on_sigterm`. Meanwhile the server still accepts connections, so that a load
-                balancer sees that `/readyz` is 503 and sends its requests elsewhere. A second
-                SIGTERM ends the wait. It has no effect with Hypercorn and Granian, which handle
-                the signal themselves.
-            freeze_gc: Whether Python's garbage collector excludes the objects that are alive when
-                the batcher is ready, until the last such lifespan of the process ends. An app that
-                has called `gc.freeze` itself keeps its frozen objects. See
-                docs/garbage_collection.md.
+            drain_on_sigterm: Whether SIGTERM makes `/readyz` false at once, while the server still
+                finishes its requests, for at most `drain_timeout`.
+            lame_duck: Seconds from SIGTERM to the server's own handler, 0 or more, in which it
+                still accepts connections; needs `drain_on_sigterm`.
+            freeze_gc: Whether garbage collections skip what is alive when the batcher is ready.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
@@ -867,13 +800,9 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> None:
         """Replace the workers by workers whose model has other arguments, for example new weights.
 
-        The workers are replaced one by one, each when its successor has loaded the model. For a
-        while there is one more copy of the model, and each request is answered by the old or the
-        new model. If a successor cannot load the model, all workers return to the previous
-        arguments; a worker whose return fails ends, and is restarted like one that has died. A
-        broken batcher is opened with the new arguments. With `shared` the reload applies to all
-        server processes. Cached outputs of another model are not found: see docs/caching.md for
-        caches that outlive the process.
+        The workers are replaced one by one, each when its successor has loaded the model. If one
+        cannot load it, all return to the previous arguments. docs/deployment.md has the rest, also
+        for `shared`.
 
         Args:
             model_args: Positional arguments of the model's constructor, None for the current ones.
@@ -883,8 +812,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             WorkerStartupError: A worker could not load the model; its cause is the traceback.
             BatcherClosedError: The batcher is draining or closed, or was closed meanwhile.
             NotReadyError: The batcher has not been opened.
-            WorkerLostError: The host process of a `shared` batcher died meanwhile. The next host
-                has the previous arguments, or the new ones if all workers had loaded them.
+            WorkerLostError: The host process of a `shared` batcher died meanwhile.
             ConfigurationError: An argument is wrong; or another reload runs, with `shared` in any
                 server process.
 
@@ -911,15 +839,10 @@ class DynBatcher(Generic[InputT, OutputT]):
     def reconfigure(self, **changes: Unpack[Reconfiguration]) -> None:
         """Change settings while the batcher runs; if one is invalid, change none.
 
-        Accepted requests are kept, with their targets and deadlines. If more requests wait than the
-        new `max_queue_size` allows, new requests are rejected until there is room; sent batches do
-        not change.
-
-        Additional workers load the model while the others serve. If the number decreases, workers
-        that are not ready exit first, then those with the least live work. They get no more, finish
-        their batches, and have `drain_timeout` seconds for their streams and sessions; no request
-        is lost. A change during a reload takes effect at the end of the reload. With `shared` a
-        change applies to all server processes, also after the death of the host process.
+        Accepted requests are kept, with their targets and deadlines; sent batches do not change. Of
+        too many workers those with the least live work exit: they finish their batches, and have
+        `drain_timeout` seconds for their streams and sessions. A change during a reload takes
+        effect at its end. With `shared` a change applies to all server processes.
 
         Args:
             changes: `max_batch_size`, `max_delay`, `max_queue_size`, `max_latency` and

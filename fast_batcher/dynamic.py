@@ -109,41 +109,19 @@ def dynamically(
 ) -> Any:
     """Batch the calls of a function that takes a list of items and returns a list of outputs.
 
-    Calls that arrive while the function computes wait, and are computed together as soon as it
-    returns. The function runs in its own thread, with one batch at a time, in an empty context: it
-    does not see the context variables of its callers. It may be an `async def`, which runs on an
-    event loop of that thread. A call that would wait for its own batch, as when a function calls
-    itself, is computed at once, without batching. So are calls from tasks that an `async def`
-    starts on that loop, even if they outlive their batch.
-
-    The thread starts with the first call. It ends with `shutdown()`, with the function or instance
-    that it belongs to, and with the program. The exit of the program waits up to 2 seconds for a
-    running batch, and then kills the thread, which can abort the process if native code runs.
-    Waiting items fail with `BatcherClosedError`, as do calls from `atexit` hooks that were
-    registered before this module was imported. A forked process has its own thread.
-
-    Inputs and outputs are passed without a copy. A function that changes an input changes its
-    caller's object, and callers share an object that the function returns for several items. If the
-    function returns an array or tensor with a row per item, each caller gets a copy of its row.
+    Calls that arrive while the function computes are computed together as soon as it returns, in a
+    thread of the function. docs/decorators.md describes the thread and its end.
 
     Args:
-        func: A function, a method, or nothing for a decorator with options. A method has a batcher
-            for each instance, which lives as long as the instance.
+        func: A function, a method, or nothing for a decorator with options.
         batch_size: Largest number of items in a batch.
-        timeout_ms: Accepted for programs written for `batched`: a limit in milliseconds on the wait
-            of a batch while the function is free. A batch leaves as soon as the function is free,
-            so it never waits that long.
-        small_batch_threshold: Calls of at most this number of items go before calls with more;
-            every eighth batch goes by age alone, so that no call starves.
+        timeout_ms: Accepted for programs written for `batched`; nothing waits.
+        small_batch_threshold: Calls of at most this number of items go first.
         **options: The keyword arguments below.
-        max_batch_length: Largest sum of the lengths of the items of a batch, without a limit by
-            default. A longer item is computed alone. The length of a dict is that of its first
-            value.
-        max_queue_size: Largest number of waiting items, without a limit by default. A call whose
-            items do not all fit is rejected.
-        isolate_errors: Whether a batch for which the function raises is divided, and the halves
-            computed again, until only the items that cause the error fail; True by default. Out of
-            memory makes batches smaller.
+        max_batch_length: Largest sum of the lengths of the items of a batch.
+        max_queue_size: Largest number of waiting items; a call whose items do not fit is rejected.
+        isolate_errors: Whether a batch for which the function raises is divided, until only the
+            items that cause the error fail; True by default.
 
     Raises:
         ConfigurationError: An option is wrong, or `func` cannot be decorated.

@@ -299,6 +299,19 @@ def test_a_model_needs_infer_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    "used",
+    [
+        DynBatcher, DynBatcher.process_batched, DynBatcher.process_many, DynBatcher.stream,
+        DynBatcher.session, DynBatcher.lifespan, DynBatcher.reload, InferenceModel,
+        InferenceModel.infer, fast_batcher.dynamically,
+    ],
+)  # fmt: skip
+def test_what_an_editor_shows_is_short(used: Any) -> None:
+    """The rest is on the page of the subject."""
+    assert len((inspect.getdoc(used) or "").split()) <= 150
+
+
+@pytest.mark.parametrize(
     "function",
     [
         DynBatcher,

@@ -35,12 +35,10 @@ FOREIGN_NAMES = {
     "batched": "the package whose decorators ours replace, and its module of types",
     "BatchEncoding": "transformers: the mapping that a tokenizer returns",
     "Py_buffer": "CPython: a structure of its C API",
-    "TestClient": "FastAPI: it runs an app in tests",
     "dependency_overrides": "FastAPI: an attribute of an app",
     "max_body_size": "FastAPI: a parameter of an app",
     "is_disconnected": "Starlette: a method of a request",
     "encoding_format": "OpenAI: a parameter of the embeddings API",
-    "refcheck": "NumPy: a parameter of `ndarray.resize`",
 }
 
 # The parts of the package, and the most lines of code of each; docstrings, comments and blank lines
