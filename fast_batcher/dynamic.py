@@ -114,10 +114,10 @@ def dynamically(
 
     Args:
         func: A function, a method, or nothing for a decorator with options.
-        batch_size: Largest number of items in a batch.
+        batch_size: Most items in a batch.
         timeout_ms: Accepted for programs written for `batched`; nothing waits.
         small_batch_threshold: Calls of at most this number of items go first.
-        **options: The keyword arguments below.
+        **options: As below.
         max_batch_length: Largest sum of the lengths of the items of a batch.
         max_queue_size: Largest number of waiting items; a call whose items do not fit is rejected.
         isolate_errors: Whether a batch for which the function raises is divided, until only the

@@ -1060,6 +1060,7 @@ class Scheduler:
             self._queue = RankedQueue(self._packer, first) if is_ranked else RequestQueue(first)
         self._retries.groups.clear()
         dropped.clear()
+        self._next_expiry = inf
         return given_up
 
     def close(self) -> list[Request]:
@@ -1086,7 +1087,7 @@ class Scheduler:
 
         `has_read` is False if frames of workers may not have been applied yet; the workers in
         `answering` are sending an answer. If deciding raises, all waiting requests are given up
-        with a `Fail`: the next decision would raise again. Running batches are not affected.
+        with a `Fail`: the next decision would raise again. Of running batches the late ones are.
         """
         actions, self._learning_errors = self._learning_errors, []
         held_until = inf
@@ -1104,7 +1105,7 @@ class Scheduler:
             else:
                 held_until = self._dispatch(now, self._queue, None, actions)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
-            actions.append(Fail(error, self.give_up()))
+            actions.append(Fail(error, self.give_up() + self._workers.give_up_late(now)))
         self._deadline_batches.is_held = held_until != inf
         # Comparisons are faster than `min`, which takes 0.07 us.
         waiting, running = self._next_expiry, self._workers.next_expiry
@@ -1120,7 +1121,7 @@ class Scheduler:
         late = settle_open([request for request in self._retries if request.deadline <= now])
         late += self._queue.pop_expired(now)
         actions += [Expire(request, reason) for request in late]
-        actions += self._workers.expire(now, has_read=has_read, answering=answering)
+        self._workers.expire(now, actions, has_read=has_read, answering=answering)
         self._next_expiry = min([self._queue.earliest_deadline(), *map(_deadline, self._retries)])
         if self._sessions is not None:
             self._sessions.expire(now)

@@ -292,9 +292,13 @@ class WorkerTable:
         if begun is None or slot.batches[0].id > begun:
             slot.started_at = now
 
-    def expire(self, now: float, *, has_read: bool, answering: Collection[int]) -> list[Action]:
-        """Expire requests on workers, and find stalled and late workers; see `Scheduler.poll`."""
-        actions: list[Action] = []
+    def expire(
+        self, now: float, actions: list[Action], *, has_read: bool, answering: Collection[int]
+    ) -> None:
+        """Expire requests on workers, and find stalled and late workers; see `Scheduler.poll`.
+
+        Whatever is settled is in `actions`, also if an error ends it.
+        """
         for slot in self.slots.values() if has_read else ():
             is_answering = slot.id in answering
             if not is_answering:
@@ -308,7 +312,12 @@ class WorkerTable:
             if slot.ends_at <= now:
                 self._end_streams(slot, actions)
         self.next_expiry = self._earliest_expiry()
-        return actions
+
+    def give_up_late(self, now: float) -> list[Request]:
+        """Settle and return the requests on workers that are late; the scheduler has an error."""
+        late = [each for batch in self.batches.values() for each in _settle_late(now, batch)]
+        self.next_expiry = self._earliest_expiry()
+        return late
 
     def _find_cause(self, slot: WorkerSlot, batch: Batch) -> Rejection | None:
         """Describe why a stream is late that the costs of others hold back; None for others."""
@@ -367,8 +376,12 @@ class WorkerTable:
 
 def _expire_batch(now: float, batch: Batch, cause: Rejection | None) -> list[Action]:
     """Expire the requests of a batch whose deadlines have passed."""
+    return [Expire(request, ExpiryReason.RUNNING, cause) for request in _settle_late(now, batch)]
+
+
+def _settle_late(now: float, batch: Batch) -> list[Request]:
     late = settle_open([request for request in batch.requests if request.deadline <= now])
     batch.open_count -= len(late)
     waiting = [request.deadline for request in batch.requests if not request.is_settled]
     batch.deadline = min(waiting, default=inf)
-    return [Expire(request, ExpiryReason.RUNNING, cause) for request in late]
+    return late

@@ -1126,6 +1126,6 @@ def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
         batches_per_worker=batches,
         is_stepped=is_stepped,
         places=settings.batch_limit,
-        most_stream_cost=or_infinite(settings.max_batch_cost),
+        most_stream_cost=or_infinite(settings.max_batch_cost if is_stepped else None),
         max_sessions=settings.max_sessions,
     )

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterable
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from schedulers import NOTHING, make, poll_batches, reject, run, settle, submit, told
 
-from fast_batcher._core.policy import FixedPolicy, Policy
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy
 from fast_batcher._core.queue import PaddedPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import Shape
 from fast_batcher._core.values import (
     Batch,
+    Expire,
     ExpiryReason,
+    Fail,
     Group,
     Limits,
     Rejection,
@@ -23,7 +25,10 @@ from fast_batcher._core.values import (
     Skip,
     Stall,
 )
+from fast_batcher._core.workers import WorkerTable
+from fast_batcher._session.session import make_scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
+from fast_batcher.settings import Settings
 
 # Batches.
 
@@ -543,3 +548,39 @@ def test_events_of_removed_workers_change_nothing() -> None:
 def test_a_rejection_has_a_reason_for_observers(kind: Any, reason: str) -> None:
     rejection = Rejection(kind, "text")
     assert (rejection.reason, type(rejection.to_error())) == (reason, kind)
+
+
+# Errors while late requests are found.
+
+
+def test_an_error_while_requests_expire_leaves_no_late_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They fail at their deadlines, and the next poll has none of them."""
+
+    def fail(*_: object) -> NoReturn:
+        raise ValueError("a fault of the library")
+
+    scheduler = make(batches_per_worker=2, timeout=1.0)
+    running = submit(scheduler, 0.0, 2)
+    later = submit(scheduler, 0.5, 2)
+    assert len(poll_batches(scheduler, 0.5)) == 2
+    monkeypatch.setattr(WorkerTable, "_find_cause", fail)
+    ((found,), wake_at) = scheduler.poll(1.0)
+    assert isinstance(found, Fail)
+    assert (found.requests, wake_at) == (running, 1.5)
+    ((found,), wake_at) = scheduler.poll(1.5)
+    assert isinstance(found, Fail)
+    assert found.requests == later
+
+
+def test_costs_of_batches_are_no_reason_for_a_late_call() -> None:
+    """Those of streams are, which a step passes over."""
+    options: Any = {"cost": float, "max_batch_cost": 3.0, "cost_is_padded": False}
+    settings = Settings(max_batch_size=2, timeout=1.0, **options)
+    scheduler = make_scheduler(settings, (), GreedyPolicy(), is_stepped=False)
+    scheduler.worker_ready(0.0, 0)
+    assert scheduler.submit(0.0, having("cost", [2.0, 1.0, 2.0, 1.0])) == []
+    assert [len(batch.requests) for batch in poll_batches(scheduler, 0.0)] == [2, 2]
+    late, _ = scheduler.poll(1.0)
+    assert [one.rejection for one in late if isinstance(one, Expire)] == [None] * 4
