@@ -65,7 +65,8 @@ BUDGETS = {
     # beside reloading, scaling beside streams and sessions, threads, and options without effect;
     # 140 for the one identity of a model, and programs that start themselves again; 297 for
     # mistakes that passed in silence: a blocked event loop, a silent start, arguments of helpers;
-    # 7 for calls that are late when a decision raises; 80 for records of logs, cores of control groups, and the load of a batcher with a cost.
+    # 7 for calls that are late when a decision raises; 80 for records of logs, cores of control
+    # groups, and the load of a batcher with a cost.
     "core": ("", 20_041),
 }
 
