@@ -38,6 +38,7 @@ from fast_batcher._cli.model import (
     TargetError,
     check_options,
     examine_model,
+    find_remedy,
     load_target,
     read_inputs,
 )
@@ -226,7 +227,8 @@ def tune(
             values = read_inputs(inputs)
             found = asyncio.run(tune_model(target, values, wish, status.update))
     except (TargetError, BatcherError) as error:
-        console.print(f"[red]wrong[/] {escape(str(error).strip())}", highlight=False)
+        text = "\n".join(filter(None, [str(error).strip(), find_remedy(error)]))
+        console.print(f"[red]wrong[/] {escape(text)}", highlight=False)
         raise typer.Exit(1) from None
     if as_json:
         _write_json(_with_null(asdict(found)))

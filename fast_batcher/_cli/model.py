@@ -270,7 +270,7 @@ async def examine_model(
     try:
         await batcher.open()
     except BatcherError as error:
-        yield Check("model", "bad", f"{batcher.name}: {_first_line(error)}", _remedy_of(error))
+        yield Check("model", "bad", f"{batcher.name}: {_first_line(error)}", find_remedy(error))
         return
     try:
         seconds = perf_counter() - began_at
@@ -293,7 +293,7 @@ async def examine_model(
             times = [(round(size), seconds) for size, seconds, _ in learned]
             yield _judge_times(times, is_streaming(original))
     except BatcherError as error:
-        yield Check("batches", "bad", _first_line(error), _remedy_of(error))
+        yield Check("batches", "bad", _first_line(error), find_remedy(error))
     finally:
         await batcher.aclose()
 
@@ -632,7 +632,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _remedy_of(error: BaseException) -> str:
+def find_remedy(error: BaseException) -> str:
     """Name the place in the model that raised, from the traceback of the worker."""
     places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error.__cause__ or ""))
     own = [place for place in places if f"{os.sep}fast_batcher{os.sep}_" not in place[0]]

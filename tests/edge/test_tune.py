@@ -531,18 +531,30 @@ def test_the_command_recommends_places_for_streams() -> None:
 
 
 @pytest.mark.slow
-def test_load_error_is_reported_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "error", "remedy"),
+    [
+        ("NoWeights", "FileNotFoundError: weights.pt", "in __init__"),
+        ("TakesObjects", "'int' object has no attribute 'text'", "in <listcomp>"),
+        ("NeedsPath", "missing 1 required", "name a batcher that has the model's model_args"),
+    ],
+)
+def test_error_of_the_model_is_reported_with_its_remedy(
+    model: str, error: str, remedy: str, tmp_path: Path
+) -> None:
     inputs = tmp_path / "inputs.json"
     inputs.write_text("[1]")
     done = run_command(
         [
             *(sys.executable, "-m", "fast_batcher", "tune"),
-            *("command_models:NoWeights", "--inputs", str(inputs)),
+            *(f"command_models:{model}", "--inputs", str(inputs)),
         ],
         cwd=HERE,
     )
     assert done.returncode == 1
-    assert "FileNotFoundError: weights.pt" in done.stderr
+    message = " ".join(done.stderr.split())
+    assert error in message
+    assert remedy in message
     assert "Traceback" not in done.stderr
 
 
