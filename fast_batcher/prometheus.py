@@ -10,6 +10,7 @@ The metrics are ordinary ones of `prometheus_client`, so that its multiprocess m
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections import Counter as Counts
 from functools import cached_property
@@ -53,6 +54,8 @@ except ModuleNotFoundError as _missing:
         "fast_batcher.prometheus needs prometheus-client: pip install 'fast_batcher[prometheus]'",
         name="prometheus_client",
     ) from _missing
+
+logger = logging.getLogger("fast_batcher")
 
 # Seconds between two settings of the gauges: shorter than any usual scrape interval.
 REFRESH_INTERVAL = 1.0
@@ -113,6 +116,7 @@ def metrics_router(registry: CollectorRegistry | None = None) -> "APIRouter":
         ) from error
 
     router = APIRouter(include_in_schema=False)
+    warned = {""}  # each problem is logged once
 
     # A plain function, which runs in a thread: the event loop does not wait for the text.
     @router.get("/metrics")
@@ -121,9 +125,26 @@ def metrics_router(registry: CollectorRegistry | None = None) -> "APIRouter":
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             shown = CollectorRegistry()
             MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # it has no annotations
+        elif (lack := _describe_lack(registry)) not in warned:
+            warned.add(lack)
+            logger.warning("%s", lack)
         return Response(generate_latest(shown), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
+
+
+def _describe_lack(registry: CollectorRegistry) -> str:
+    """Describe why a page with the metrics of a registry misleads; "" if it does not."""
+    metrics = _metrics.get(registry)
+    if metrics is None:
+        return "/metrics has no metrics of a batcher: call instrument(batcher) with its registry"
+    if metrics.reported_elsewhere:
+        return (
+            "/metrics of this process shows 0 for what another server process reports, of "
+            f"{', '.join(sorted(metrics.reported_elsewhere))}: set PROMETHEUS_MULTIPROC_DIR to an "
+            "empty directory, and each process shows the sums of all"
+        )
+    return ""
 
 
 def _check_registry(caller: str, registry: CollectorRegistry | None) -> CollectorRegistry:
@@ -143,6 +164,8 @@ class _Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.batchers: WeakSet[DynBatcher[Any, Any]] = WeakSet()
+        # Names of the batchers whose gauges another server process sets.
+        self.reported_elsewhere: set[str] = set()
 
         def count(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"fast_batcher_{name}", text, ("model", *labels), registry=registry)
@@ -361,6 +384,8 @@ class PrometheusObserver(Observer):
 
     def reporter_changed(self, event: ReporterChanged) -> None:
         """Set the gauges, or set them to zero if another process shows them."""
+        elsewhere = self._metrics.reported_elsewhere
+        (elsewhere.discard if event.is_reporter else elsewhere.add)(self._batcher.name)
         # Another process has counted these.
         stats = self._batcher.stats
         self._late_errors, self._chunks = stats.late_errors, stats.chunks

@@ -280,6 +280,43 @@ def test_metrics_coexist_with_metrics_of_app() -> None:
             assert 'http_requests_total{handler="/echo/{number}"' in page.text
 
 
+def scrape(registry: CollectorRegistry) -> None:
+    app = FastAPI()
+    app.include_router(metrics_router(registry))
+    client = TestClient(app)
+    for _ in range(2):  # a problem is logged once
+        assert client.get("/metrics").status_code == 200
+
+
+def test_page_without_a_batcher_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    scrape(registry)
+    (message,) = caplog.messages
+    assert message.endswith("call instrument(batcher) with its registry")
+    instrument(DynBatcher(Echo), registry)
+    caplog.clear()
+    scrape(registry)
+    assert caplog.messages == []
+
+
+@pytest.mark.anyio
+@one_loop
+async def test_page_of_a_process_that_does_not_report_is_a_warning(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    registries = CollectorRegistry(), CollectorRegistry()
+    batchers = [DynBatcher(Echo, name="echo", shared=True) for _ in registries]
+    for batcher, registry in zip(batchers, registries, strict=True):
+        instrument(batcher, registry)
+    async with batchers[0], batchers[1]:
+        await until(lambda: sum(one.stats.is_reporter for one in batchers) == 1)
+        caplog.clear()
+        for registry in registries:
+            await asyncio.to_thread(scrape, registry)
+        (message,) = caplog.messages
+        assert "0 for what another server process reports, of echo: set PROMETHEUS_" in message
+
+
 def test_metrics_return_to_a_registry_that_was_cleared() -> None:
     """As fixtures of tests clear it, who know no other way to begin again."""
     registry = CollectorRegistry()
