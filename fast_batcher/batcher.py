@@ -212,8 +212,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         # The names of the arguments, with their sources. Another option has its default.
         self._sources = dict.fromkeys(self._given, "code")
         general: dict[str, Any] = {}
-        # Most programs have none outside.
-        if any(variable.startswith("FAST_BATCHER_") for variable in os.environ):
+        # Most programs have none outside. A misspelt prefix is a warning.
+        if any(name.upper().startswith(("FAST_BATCHER_", "FASTBATCHER_")) for name in os.environ):
             from fast_batcher.configuration import find_options
 
             for option, (value, source, is_general) in find_options(name or name_of(model)).items():

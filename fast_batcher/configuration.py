@@ -30,6 +30,8 @@ logger: logging.Logger = logging.getLogger("fast_batcher")
 
 PREFIX = "FAST_BATCHER_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
+# The prefix, also with a slip.
+_ANY_PREFIX = re.compile("^fast_?batcher_", re.IGNORECASE)
 # Separates the name of a batcher from the name of an option.
 SEPARATOR = "__"
 # The table of a file that has one table for each batcher.
@@ -133,12 +135,14 @@ def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tupl
     label, unknown = _label_of(batcher), []
     # Shorter names first: those without the name of a batcher.
     for variable in sorted(environ, key=lambda name: (SEPARATOR in name, name)):
-        bare = variable.removeprefix(PREFIX)
+        bare = _ANY_PREFIX.sub("", variable)
         if bare == variable or variable == FILE_VARIABLE or _LINK.fullmatch(bare):
             continue
         owner, _, name = bare.rpartition(SEPARATOR)
         option = _AVAILABLE.get(name.lower())
-        if option is None:
+        if not variable.startswith(PREFIX):
+            unknown += [variable] * (name.lower() in {*_AVAILABLE, "config"})
+        elif option is None:
             reason = _describe_unknown(name.lower(), variable, ["config"])
             if reason is not None:
                 raise ConfigurationError(reason)
@@ -147,8 +151,8 @@ def _read_environment(environ: Mapping[str, str], batcher: str) -> Iterator[tupl
             value = _parse(option, environ[variable], variable)
             yield option.name, Outside(value, variable, not owner)
     if unknown:
-        text = "%s: %s: no option of a batcher has such a name; it is not used"
-        logger.warning(text, batcher, ", ".join(unknown))
+        text = "%s: %s: no option of a batcher has such a name, as %s has; it is not used"
+        logger.warning(text, batcher, ", ".join(unknown), f"{PREFIX}TIMEOUT")
 
 
 def _read_file(path: Path, batcher: str) -> Iterator[tuple[str, Outside]]:

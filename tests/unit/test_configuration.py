@@ -256,6 +256,24 @@ def test_variables_unlike_any_option_are_one_warning(
 
 
 @pytest.mark.parametrize(
+    ("variable", "is_slip"),
+    [
+        *(("FASTBATCHER_TIMEOUT", True), ("fast_batcher_ranker__timeout", True)),
+        *(("FASTBATCHER_CONFIG", True), ("FASTBATCHER_HOME", False)),
+    ],
+)
+def test_a_slip_in_the_prefix_is_a_warning(
+    variable: str,
+    is_slip: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert construct().settings["timeout"].source == "default"
+    assert [f"{variable}: no option" in message for message in caplog.messages] == [True] * is_slip
+
+
+@pytest.mark.parametrize(
     ("batcher", "owner", "is_slip"),
     [
         *(("reranker", "RERANKERR", True), ("reranker", "RE_RANKER", True)),
