@@ -56,9 +56,9 @@ class LoopWatch:
                 "the event loop was blocked for %.1f of the last %.0f seconds: no request could be "
                 "sent or answered, however fast the model is. An `async def` function computes, or "
                 "waits without `await` (time.sleep, requests.get): run it by `await "
-                "asyncio.to_thread(...)`, or in a plain `def` endpoint. Or the model's first tensor "
-                "imported PyTorch: import it with the app. PYTHONASYNCIODEBUG=1 logs which it is. "
-                "Such a line comes once a minute",
+                "asyncio.to_thread(...)`, or in a plain `def` endpoint. Or the model's first "
+                "tensor imported PyTorch: import it with the app. PYTHONASYNCIODEBUG=1 logs which "
+                "it is. Such a line comes once a minute",
                 seconds,
                 WINDOW,
             )
