@@ -63,6 +63,7 @@ WAY_BACK = 3.0
 RELEASE = 40.0
 # Seconds that a request may wait beside a worker without a batch: a target of 0.3 s may be used up.
 LONGEST_HOLD = 0.4
+CANCELLED_END = "cancelled aclose"
 # A whole run; then it is interrupted.
 LIMIT = 45
 
@@ -607,7 +608,7 @@ class Run:
             return
         closing = asyncio.create_task(batcher.aclose())
         self.pulse.blocked = 0.0
-        if ending == "cancelled aclose":
+        if ending == CANCELLED_END:
             await asyncio.sleep(self.random.uniform(0, 0.1))
             closing.cancel()
         await asyncio.wait([closing], timeout=LIMIT / 2)
@@ -659,8 +660,9 @@ class Run:
             if self.case["workers"] != "shared" and seen[outcome] != count:
                 self.fault("observed", f"{outcome}: {seen[outcome]} observed, {count} counted")
         is_whole = self.case["cache"] == "none" and not self.has_killed
-        if self.case["workers"] == "shared" and self.case["ending"] == "reopen":
-            is_whole = False  # another host may have begun to count
+        if self.case["workers"] == "shared" and self.case["ending"] in ("reopen", CANCELLED_END):
+            # Another host may have begun to count, or the last counts have not been waited for.
+            is_whole = False
         if (
             is_whole
             and self.case["call"] == "process_batched"
