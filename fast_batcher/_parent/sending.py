@@ -120,7 +120,7 @@ class BatchSender:
         elif pickled is not None:
             body = dumps(pickled)
             if len(body) <= self._max_frame_bytes:
-                worker.send(Kind.INPUTS, batch.id, body)
+                worker.send(Kind.ITEMS, batch.id, body)
                 return
         for frame in self._pack_items(batch, worker):
             worker.send(*frame)
@@ -137,7 +137,7 @@ class BatchSender:
         if unsendable:
             worker.listener.inputs_unsendable(batch, unsendable)
         bodies = list(pickling.fragment(items, self._max_frame_bytes)) if items else []
-        kinds = [Kind.INPUTS_FRAGMENT] * (len(bodies) - 1) + [Kind.INPUTS]
+        kinds = [Kind.PART] * (len(bodies) - 1) + [Kind.ITEMS]
         return [(kind, batch.id, body) for kind, body in zip(kinds, bodies, strict=False)]
 
     # Shared memory.
@@ -160,7 +160,7 @@ class BatchSender:
                 return False
             inputs.append(staged)
             leased.append(slab)
-        frame = (Kind.STAGED_INPUTS, batch.id, dumps(_name_runs(inputs)))
+        frame = (Kind.ROWS, batch.id, dumps(_name_runs(inputs)))
         pending = [staged for staged in inputs if staged.state is not CopyState.COPIED]
         if pending:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
@@ -185,7 +185,7 @@ class BatchSender:
             self._warn(self._describe_no_room(slabs, pickled.size))
             return False
         named = dumps((whole.start, whole.length, pickled.sizes, pickled.items))
-        frame = (Kind.SHARED_INPUTS, batch.id, named)
+        frame = (Kind.SHARED, batch.id, named)
         if pickled.size > MOST_AT_ONCE:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             self._memory.run_in_thread(
@@ -412,7 +412,7 @@ class SharedAnswer:
 
 # Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
 _READY = WorkerState.READY
-_ANSWERS = frozenset({Kind.OUTPUT_ATOMS, Kind.OUTPUTS, Kind.SHARED_OUTPUTS})
+_ANSWERS = frozenset({Kind.ATOMS, Kind.ITEMS, Kind.SHARED})
 
 
 class FrameWorker(WorkerHandle):
@@ -423,7 +423,7 @@ class FrameWorker(WorkerHandle):
         self._sender = sender
         # Slabs that it may still view, by batch id; set by the sender.
         self.leases: dict[int, list[Slab]] = {}
-        # Outcomes from OUTPUTS_FRAGMENT frames, until the last frame of their batch: a worker
+        # Outcomes from PART frames, until the last frame of their batch: a worker
         # answers one batch at a time.
         self._fragments: list[Any] = []
         # The step of which the next answer is the chunks.
@@ -452,7 +452,7 @@ class FrameWorker(WorkerHandle):
         values = [request.value for request in batch.requests]
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._settings.max_frame_bytes:
-            self.send(Kind.INPUT_ATOMS, batch.id, body)
+            self.send(Kind.ATOMS, batch.id, body)
         else:
             self._sender.send(self, batch, values)
 
@@ -469,7 +469,7 @@ class FrameWorker(WorkerHandle):
             if self.state is WorkerState.LOADING:
                 self._finish_loading(kind, body)
         elif kind in _ANSWERS:
-            is_atoms = kind == Kind.OUTPUT_ATOMS
+            is_atoms = kind == Kind.ATOMS
             answer = functools.partial(loads, body) if is_atoms else self._make_answer(kind, body)
             step, self._step = self._step, None
             if step is None:
@@ -485,7 +485,7 @@ class FrameWorker(WorkerHandle):
 
     def _take_other(self, kind: int, batch_id: int, body: Any) -> None:
         """Handle a frame that brings no outcomes, or not the last ones."""
-        if kind == Kind.OUTPUTS_FRAGMENT:
+        if kind == Kind.PART:
             self._fragments += loads(body)
         elif kind == Kind.NOTE:
             freed, own, computed, self._step = loads(body)
@@ -502,7 +502,7 @@ class FrameWorker(WorkerHandle):
 
     def _make_answer(self, kind: int, body: Any) -> Answer:
         decode = self._sender.decode
-        if kind == Kind.SHARED_OUTPUTS:
+        if kind == Kind.SHARED:
             return SharedAnswer(body, self.outbox, decode)
         items, self._fragments = self._fragments, []
         return lambda: [decode(item) for item in items + loads(body)]

@@ -42,7 +42,7 @@ from fast_batcher.errors import WorkerStartupError
 logger = logging.getLogger("fast_batcher")
 
 # Frames that go with the batch that follows them.
-_AHEAD = frozenset({Kind.NOTE, Kind.INPUTS_FRAGMENT})
+_AHEAD = frozenset({Kind.NOTE, Kind.PART})
 _ORDERS = frozenset(Order)
 # Frames that end the stream of their batch.
 _ENDS = frozenset({Kind.SKIPPED, Kind.FAILED})
@@ -281,7 +281,7 @@ class RayWorker(FrameWorker):
             return
         frames, self._ahead = self._ahead, []
         rows: list[tuple[int, int]] = []
-        if kind == Kind.STAGED_INPUTS:
+        if kind == Kind.ROWS:
             rows = [
                 (start, count * unpack_layout(layout).nbytes)
                 for layout, start, count in pickling.loads(body)

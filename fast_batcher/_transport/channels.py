@@ -90,12 +90,15 @@ class Kind:
 
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
-    INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `pickling.ATOMS`
-    INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
-    INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
     STOP, PING, LEAVE, PAUSE, RESUME = Order  # without a body; PING is answered with PONG
-    SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
-    STAGED_INPUTS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
+    # The values of a batch, inputs or outputs.
+    ATOMS = 2  # one pickle of a list of values whose types are in `pickling.ATOMS`
+    ITEMS = 3  # a list of separately pickled values, or its last part; of outputs also errors
+    PART = 4  # a part of a list that is larger than one frame; more follow
+    # Values that lie in shared memory. Of inputs pickled (start, length, sizes, items); of outputs
+    # (start, sizes of stream and buffers, which buffers are read-only, items, errors by position).
+    SHARED = 7
+    ROWS = 8  # inputs that were staged: a pickled list of (layout, start, count)
     # To a worker: the pickled `BatchNote` of the batch with this id, which comes next. To a parent,
     # pickled: ids of batches whose inputs have no view left; of the next answer the elements of the
     # inputs, those of the batch, and the `Step` whose chunks it is, or None.
@@ -103,12 +106,6 @@ class Kind:
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
-    OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `pickling.ATOMS`
-    OUTPUTS = 19  # the list of separately pickled outputs and errors, or its last fragment
-    OUTPUTS_FRAGMENT = 20  # a fragment of a list that is larger than one frame; more follow
-    # Outputs that lie in the outbox: pickled (start, sizes of stream and buffers, which buffers are
-    # read-only, items, errors by position).
-    SHARED_OUTPUTS = 21
     PONG = 22
     FAILED = 23  # pickled: a `Failed`, and one SerializedError for every request of the batch
     SKIPPED = 28  # the batch was not computed, because no caller waits for it

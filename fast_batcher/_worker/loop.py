@@ -73,7 +73,7 @@ class ReplyEncoder:
         """Return the frames that answer a batch."""
         body = None if errors else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
-            return [(Kind.OUTPUT_ATOMS, body)]
+            return [(Kind.ATOMS, body)]
         return self._pack_apart(outputs, errors)
 
     def _pack_apart(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
@@ -86,7 +86,7 @@ class ReplyEncoder:
             start = self._put(pickled, errors)
             if start is not None:
                 where = (start, pickled.sizes, pickled.find_frozen(), pickled.items)
-                return [(Kind.SHARED_OUTPUTS, dumps((*where, errors)))]
+                return [(Kind.SHARED, dumps((*where, errors)))]
             pickled = [pickle_output(output) for output in outputs]
         return self._pack_items(pickled, errors)
 
@@ -111,14 +111,14 @@ class ReplyEncoder:
         if not errors:
             body = dumps(items)
             if len(body) <= self._max_frame_bytes:
-                return [(Kind.OUTPUTS, body)]
+                return [(Kind.ITEMS, body)]
         outcomes = [
             errors[at] if at in errors else limit_output(item, self._max_frame_bytes)
             for at, item in enumerate(items)
         ]
         bodies = list(pickling.fragment(outcomes, self._max_frame_bytes))
-        earlier = [(Kind.OUTPUTS_FRAGMENT, body) for body in bodies[:-1]]
-        return [*earlier, (Kind.OUTPUTS, bodies[-1])]
+        earlier = [(Kind.PART, body) for body in bodies[:-1]]
+        return [*earlier, (Kind.ITEMS, bodies[-1])]
 
     def _has_outbox(self) -> bool:
         """Return whether there is an outbox; warn once if it could not be made."""
@@ -199,7 +199,7 @@ class InputReader:
         # While both are empty, no shared memory is to be reported as free.
         self.freed: list[int] = slabs.freed if isinstance(slabs, SlabViews) else []
         self.forks: list[Any] = slabs.forks if isinstance(slabs, SlabViews) else []
-        # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
+        # Inputs from PART frames, by batch id, until the last frame of the batch.
         self._fragments: dict[int, list[bytes]] = {}
         # Memory for inputs that have to be copied, or do not lie behind each other.
         self.spare = SpareMemory()
@@ -222,7 +222,7 @@ class InputReader:
 
         Their shared memory is added to `pieces`.
         """
-        if frame.kind == Kind.INPUTS:
+        if frame.kind == Kind.ITEMS:
             items = self._fragments.pop(frame.batch_id, []) + pickling.loads(frame.body)
             return [unpickle_item(item) for item in items]
         return self._load_shared(frame, pieces)
@@ -242,7 +242,7 @@ class InputReader:
         assert isinstance(slabs, SlabViews), "the parent knows that it shares no memory"
         named = pickling.loads(frame.body)
         memory = slabs.view(frame.batch_id)
-        if frame.kind == Kind.SHARED_INPUTS:
+        if frame.kind == Kind.SHARED:
             start, length, sizes, items = named
             view = memory[start : start + length]
             pieces.append(make_piece(_address_of(view), view))
@@ -274,7 +274,7 @@ def unpickle_item(item: bytes) -> Any:
 
 
 # Frames that are a batch, or its last fragment.
-BATCHES = frozenset({Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS, Kind.STAGED_INPUTS})
+BATCHES = frozenset({Kind.ATOMS, Kind.ITEMS, Kind.SHARED, Kind.ROWS})
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -453,7 +453,7 @@ class FramePort:
                 job = BatchJob(batch_id)
                 if self._note is not None:
                     self._take_note(job)
-                if kind == Kind.INPUT_ATOMS:  # reading them runs no code of the user's
+                if kind == Kind.ATOMS:  # reading them runs no code of the user's
                     job.inputs = pickling.loads(frame.body)
                 else:
                     self._read(frame, job)
@@ -466,7 +466,7 @@ class FramePort:
 
     def _keep(self, frame: Frame) -> None:
         """Keep what precedes a batch."""
-        if frame.kind == Kind.INPUTS_FRAGMENT:
+        if frame.kind == Kind.PART:
             self._inputs.keep_fragment(frame)
         else:
             self._note = frame.batch_id, bytes(frame.body)

@@ -149,7 +149,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
         "is replaced",
     ),
     "an answer to no batch": (
-        pack(Kind.OUTPUT_ATOMS, 12345, pickling.dumps(["forged"])),
+        pack(Kind.ATOMS, 12345, pickling.dumps(["forged"])),
         "a worker answered batch 12345, which it does not have",
     ),
 }

@@ -75,7 +75,7 @@ class Told:
 
     def send(self, worker: int, *inputs: Any) -> None:
         """Send a batch."""
-        self.links[worker].send(Kind.INPUT_ATOMS, 7, pickling.dumps(list(inputs)))
+        self.links[worker].send(Kind.ATOMS, 7, pickling.dumps(list(inputs)))
 
     def worker_ready(
         self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
@@ -164,8 +164,8 @@ async def test_loss_is_reported_with_last_batch(
     (exit,) = told.exits
     assert (exit.is_clean, exit.is_ours, exit.may_be_out_of_memory) == (False, False, True)
     assert (exit.taken, exit.begun) == (7, 7)
-    link.send(Kind.INPUT_ATOMS, 1, b"to a dead worker")
-    link.fill(link.reserve(), [(Kind.INPUT_ATOMS, 1, b"to a dead worker")])
+    link.send(Kind.ATOMS, 1, b"to a dead worker")
+    link.fill(link.reserve(), [(Kind.ATOMS, 1, b"to a dead worker")])
 
 
 async def test_parent_kill_is_not_out_of_memory(told: Told) -> None:
@@ -192,7 +192,7 @@ class SpeaksEarly:
     ("kind", "body"),
     [
         (Kind.READY, b"x"),
-        (Kind.OUTPUT_ATOMS, pickling.dumps([1])),
+        (Kind.ATOMS, pickling.dumps([1])),
     ],
 )
 async def test_worker_with_invalid_start_frame_is_killed(

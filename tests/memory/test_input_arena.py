@@ -116,7 +116,7 @@ def test_pipe_is_used_without_memory(
     harness.dispatch(harness.arrive(*numbered(2, size)))
     harness.batch("after")
     harness.run_jobs()
-    assert harness.kinds == [Kind.INPUTS, Kind.INPUT_ATOMS]
+    assert harness.kinds == [Kind.ITEMS, Kind.ATOMS]
     assert sums(harness.read()) == [0, 1]
     assert harness.read() == ["after"]
     # It is known that there is none.
@@ -195,7 +195,7 @@ def test_tensor_may_lose_memory_during_copy() -> None:
     # One line for each: that it could not be shared.
     assert done.stderr.count("\n") == done.stderr.count("was resized while") == 2
     whole = [f"{how} {where} {2**22}" for how in ("set", "data") for where in ("staged", "dict")]
-    assert done.stdout.splitlines() == ["resize staged INPUTS", "resize dict INPUTS", *whole]
+    assert done.stdout.splitlines() == ["resize staged ITEMS", "resize dict ITEMS", *whole]
 
 
 # --- arrays that the app fills --------------------------------------------------------------------

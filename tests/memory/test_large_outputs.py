@@ -181,7 +181,7 @@ async def test_worker_with_false_outbox_claim_is_replaced(
     garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(TalksNonsense, restart_backoff=0.01) as batcher:
-        got = await outcome(call(batcher, pack(Kind.SHARED_OUTPUTS, 0, garbage)))
+        got = await outcome(call(batcher, pack(Kind.SHARED, 0, garbage)))
         assert isinstance(got, TransportError)
         assert await batcher.process_batched(b"") == b""
         assert "is replaced" in caplog.text

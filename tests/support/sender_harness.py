@@ -66,11 +66,11 @@ class Worker:
     def read(self) -> list[Any]:
         """The values of the batch that was sent first."""
         kind, batch_id, body = self.queue.pop(0)
-        while kind == Kind.INPUTS_FRAGMENT:
+        while kind == Kind.PART:
             self._reader.keep_fragment(Frame(kind, batch_id, 0.0, body))
             kind, batch_id, body = self.queue.pop(0)
         values: list[Any]
-        if kind == Kind.INPUT_ATOMS:
+        if kind == Kind.ATOMS:
             values = loads(body)
         else:
             values = self._reader.read(Frame(kind, batch_id, 0.0, body), [])

@@ -142,7 +142,7 @@ async def ends() -> AsyncIterator[Ends]:
 def echo(channel: BlockingChannel) -> None:
     """Send back what comes, until the loop's end is closed."""
     while (frame := channel.receive()) is not None:
-        channel.send(Kind.OUTPUTS, frame.batch_id, bytes(frame.body))
+        channel.send(Kind.ITEMS, frame.batch_id, bytes(frame.body))
 
 
 # Below, at and above what is joined to a header, what one read takes, and what a pipe holds.
@@ -153,9 +153,9 @@ async def test_frames_of_any_size_go_there_and_back(ends: Ends) -> None:
     ends.worker(echo)
     sizes = SIZES * 2
     random.shuffle(sizes)
-    sent = [(Kind.OUTPUTS, number, random.randbytes(size)) for number, size in enumerate(sizes)]
+    sent = [(Kind.ITEMS, number, random.randbytes(size)) for number, size in enumerate(sizes)]
     for _, batch_id, body in sent:
-        ends.channel.send(Kind.INPUTS, batch_id, body)
+        ends.channel.send(Kind.ITEMS, batch_id, body)
         await ends.until(lambda: len(ends.frames) == batch_id + 1)  # noqa: B023
     assert ends.frames == sent
     ends.channel.close()
@@ -168,7 +168,7 @@ async def test_end_of_peer_is_reported_once(ends: Ends) -> None:
     assert ends.frames == [(Kind.READY, 0, b"")]
     assert ends.ends == [None]
     ends.channel.drain()
-    ends.channel.send(Kind.INPUTS, 1, b"to nobody")
+    ends.channel.send(Kind.ITEMS, 1, b"to nobody")
     await asyncio.sleep(0)
     assert ends.ends == [None]
 
@@ -176,7 +176,7 @@ async def test_end_of_peer_is_reported_once(ends: Ends) -> None:
 @pytest.mark.parametrize("size", [10, 5 * MEBI])
 async def test_end_inside_a_frame_gives_no_frame(ends: Ends, size: int) -> None:
     with ends.raw() as raw:
-        data = pack(Kind.OUTPUTS, 1, bytes(size))
+        data = pack(Kind.ITEMS, 1, bytes(size))
         await asyncio.to_thread(raw.send, data[:-1])
     await ends.until(lambda: len(ends.ends) == 1)
     assert (ends.frames, ends.ends) == ([], [None])
@@ -187,16 +187,16 @@ async def test_frames_sent_before_death_are_read(size: int) -> None:
     """No loop watches: `drain` alone has to find it, as when a death is noticed first."""
     ends = Ends(None)
     with ends.raw() as raw:
-        raw.send(pack(Kind.OUTPUTS, 7, bytes(size)))
+        raw.send(pack(Kind.ITEMS, 7, bytes(size)))
     ends.channel.drain()
-    assert ends.frames == [(Kind.OUTPUTS, 7, bytes(size))]
+    assert ends.frames == [(Kind.ITEMS, 7, bytes(size))]
     assert ends.ends == [None]
     ends.close()
 
 
 async def test_a_turn_of_the_loop_handles_few_frames(ends: Ends) -> None:
     """Many small frames have arrived at once; other callbacks run between them."""
-    frame = pack(Kind.OUTPUTS, 0, bytes(100))
+    frame = pack(Kind.ITEMS, 0, bytes(100))
     count = 8 * TURN_SIZE // len(frame)
     loop = asyncio.get_running_loop()
     turns = [0]
@@ -216,7 +216,7 @@ async def test_a_turn_of_the_loop_handles_few_frames(ends: Ends) -> None:
 
 async def test_draining_reads_what_a_pipe_holds() -> None:
     ends = Ends(None)
-    frame = pack(Kind.OUTPUTS, 0, bytes(100))
+    frame = pack(Kind.ITEMS, 0, bytes(100))
     count = PIPE_SIZE // len(frame)
     with ends.raw() as raw:
         raw.send(frame * count)
@@ -256,7 +256,7 @@ async def test_garbage_ends_the_channel_with_an_error(ends: Ends, garbage: bytes
 async def test_closed_channel_delivers_no_more_frames(ends: Ends) -> None:
     ends.then = lambda frame: ends.channel.close()
     with ends.raw() as raw:
-        raw.send(pack(Kind.OUTPUTS, 5, b"") * 3)
+        raw.send(pack(Kind.ITEMS, 5, b"") * 3)
         await ends.until(lambda: len(ends.frames) == 1)
         await asyncio.sleep(0)
     assert len(ends.frames) == 1
@@ -265,15 +265,15 @@ async def test_closed_channel_delivers_no_more_frames(ends: Ends) -> None:
 
 async def test_sending_to_a_dead_worker_does_nothing(ends: Ends) -> None:
     ends.raw().close()
-    ends.channel.send(Kind.INPUTS, 1, b"small")
-    ends.channel.send(Kind.INPUTS, 2, bytes(5 * MEBI))
-    ends.channel.send(Kind.INPUTS, 3, b"small")
+    ends.channel.send(Kind.ITEMS, 1, b"small")
+    ends.channel.send(Kind.ITEMS, 2, bytes(5 * MEBI))
+    ends.channel.send(Kind.ITEMS, 3, b"small")
     await ends.until(lambda: len(ends.ends) == 1)
 
 
 async def test_the_worker_dies_with_half_a_frame_unread(ends: Ends) -> None:
     with ends.raw() as raw:
-        ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+        ends.channel.send(Kind.ITEMS, 1, bytes(5 * MEBI))
         await asyncio.sleep(0)
         raw.receive(1000)
     await ends.until(lambda: len(ends.ends) == 1)
@@ -282,10 +282,10 @@ async def test_the_worker_dies_with_half_a_frame_unread(ends: Ends) -> None:
 
 async def test_closing_drops_unsent_frames(ends: Ends) -> None:
     with ends.raw() as raw:
-        ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+        ends.channel.send(Kind.ITEMS, 1, bytes(5 * MEBI))
         ends.channel.close()
         ends.channel.close()
-        ends.channel.send(Kind.INPUTS, 2, b"")
+        ends.channel.send(Kind.ITEMS, 2, b"")
         received = 0
         while data := await asyncio.to_thread(raw.receive, MEBI):
             received += len(data)
@@ -304,8 +304,8 @@ async def test_frames_keep_the_order_of_reservations(ends: Ends, seed: int) -> N
     open_places: list[tuple[Any, list[tuple[int, int, bytes]]]] = []
 
     def make_frame() -> tuple[int, int, bytes]:
-        expected.append((Kind.OUTPUTS, len(expected), choice.randbytes(choice.choice(SIZES[:-1]))))
-        return Kind.INPUTS, *expected[-1][1:]
+        expected.append((Kind.ITEMS, len(expected), choice.randbytes(choice.choice(SIZES[:-1]))))
+        return Kind.ITEMS, *expected[-1][1:]
 
     for _ in range(60):
         what = choice.random()
@@ -326,14 +326,14 @@ async def test_frames_keep_the_order_of_reservations(ends: Ends, seed: int) -> N
 
 
 async def test_frames_for_a_dead_worker_are_dropped(ends: Ends) -> None:
-    ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+    ends.channel.send(Kind.ITEMS, 1, bytes(5 * MEBI))
     place = ends.channel.reserve()
     source, _ = ends.theirs
     source.close()
     async with asyncio.timeout(LIMIT):
         while ends.channel._backlog:
             await asyncio.sleep(0)
-    ends.channel.fill(place, [(Kind.INPUTS, 2, b"dropped")])
+    ends.channel.fill(place, [(Kind.ITEMS, 2, b"dropped")])
     assert ends.ends == []
 
 
@@ -348,7 +348,7 @@ def blocking_pair() -> tuple[BlockingChannel, BlockingChannel]:
 def test_worker_reads_frames_until_the_end() -> None:
     one, two = blocking_pair()
     for number in range(3):
-        one.send(Kind.OUTPUTS, number, bytes(number), seconds=0.5)
+        one.send(Kind.ITEMS, number, bytes(number), seconds=0.5)
     one.close()
     for number in range(3):
         frame = two.receive()
@@ -361,11 +361,11 @@ def test_worker_reads_frames_until_the_end() -> None:
 
 def test_worker_reads_end_after_death_of_parent() -> None:
     one, two = blocking_pair()
-    two.send(Kind.OUTPUTS, 1, b"never read")
+    two.send(Kind.ITEMS, 1, b"never read")
     one.close()
     assert two.receive() is None
     with pytest.raises(OSError, match="Broken pipe"):
-        two.send(Kind.OUTPUTS, 2, b"")
+        two.send(Kind.ITEMS, 2, b"")
     two.close()
 
 

@@ -99,7 +99,7 @@ def test_frames_are_independent_of_read_sizes(frames: list[Frame], pieces: list[
     assert feed(stream(frames), pieces) == frames
 
 
-def header(magic: bytes = b"fbt1", kind: int = int(Kind.OUTPUTS), length: int = 0) -> bytes:
+def header(magic: bytes = b"fbt1", kind: int = int(Kind.ITEMS), length: int = 0) -> bytes:
     return struct.pack("<4sIQQd", magic, kind, length, 1, 0.0)
 
 

@@ -67,7 +67,7 @@ class Counted:
 
 def fill(post: Post) -> None:
     """Leave no room, in answers that nobody copies."""
-    while post.encoder.pack([np.zeros(MEBI, np.uint8)], {})[0][0] is Kind.SHARED_OUTPUTS:
+    while post.encoder.pack([np.zeros(MEBI, np.uint8)], {})[0][0] is Kind.SHARED:
         pass
 
 
@@ -80,7 +80,7 @@ def test_outputs_without_room_use_the_pipe(
     post.encoder._has_warned = False
     for _ in range(2):
         kind, (got,) = post.pack([output])
-        assert kind == Kind.OUTPUTS
+        assert kind == Kind.ITEMS
         assert bytes(got) == bytes(output)
         _, (got, error) = post.pack([output, None], {1: describe(ValueError("this one"))})
         assert bytes(got) == bytes(output)
@@ -98,7 +98,7 @@ def test_missing_outbox_is_warned_about_once(caplog: pytest.LogCaptureFixture) -
     counted = Counted(b"x" * LARGE)
     for _ in range(2):
         ((kind, _),) = encoder.pack([counted], {})
-        assert kind == Kind.OUTPUTS
+        assert kind == Kind.ITEMS
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2

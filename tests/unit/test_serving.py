@@ -78,7 +78,7 @@ class Served:
 
     def ask(self, *inputs: Any) -> Frame:
         """Send a batch; return its answer."""
-        self.channel.send(Kind.INPUT_ATOMS, 5, pickling.dumps(list(inputs)))
+        self.channel.send(Kind.ATOMS, 5, pickling.dumps(list(inputs)))
         return self.answer()
 
     def close(self) -> None:
@@ -115,9 +115,9 @@ def failure_in(frame: Frame, expected: Failed) -> Any:
 
 def outcomes_in(frame: Frame) -> list[Any]:
     """Outputs, and errors where there are none."""
-    if frame.kind == Kind.OUTPUT_ATOMS:
+    if frame.kind == Kind.ATOMS:
         return list(pickling.loads(frame.body))
-    assert frame.kind == Kind.OUTPUTS
+    assert frame.kind == Kind.ITEMS
     return [
         pickling.loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
         for item in pickling.loads(frame.body)
@@ -161,7 +161,7 @@ def test_signals_do_not_truncate_answers(gate: Gate) -> None:
     assert ready is not None
     assert ready.kind == Kind.READY
     inputs = [b"x" * 50_000]
-    channel.send(Kind.INPUT_ATOMS, 1, pickling.dumps(inputs))
+    channel.send(Kind.ATOMS, 1, pickling.dumps(inputs))
     for _ in range(3):
         gate.wait().let_on()
     answer = channel.receive()

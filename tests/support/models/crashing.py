@@ -173,5 +173,5 @@ def _truncate() -> None:
     """Send the parent a part of a frame, and end the process."""
     gc.unfreeze()
     (channel,) = [one for one in gc.get_objects() if type(one) is BlockingChannel]
-    channel.send_packed(pack_header(Kind.OUTPUTS, 100, 0, 0.0) + b"part")
+    channel.send_packed(pack_header(Kind.ITEMS, 100, 0, 0.0) + b"part")
     os._exit(3)
