@@ -183,6 +183,7 @@ class Failed(Enum):
     OUT_OF_MEMORY = 3  # `infer` ran out of memory
     FATAL = 4  # `infer` raised, and the process cannot use its device any more
     EVICTED = 5  # a stream has made room for older ones, and may begin again
+    SKIPPED = 6  # not computed, because no caller waits for it; there is no error
 
 
 class Failure(NamedTuple):

@@ -493,8 +493,6 @@ class FrameWorker(WorkerHandle):
                 del self.leases[found]
             if computed:
                 self.listener.filled(own, computed)
-        elif kind == Kind.SKIPPED:
-            self.listener.skipped(self.id, batch_id)
         elif kind == Kind.PONG:
             self._events.worker_answers(self)
         else:

@@ -153,10 +153,10 @@ class BatchEvents(Protocol):
         fail: Callable[[], Failure],
         /,
     ) -> None:
-        """Handle an error of a whole batch; `fail` makes the outcome of one request."""
+        """Handle an error of a whole batch; `fail` makes the outcome of one request.
 
-    def skipped(self, worker_id: int, batch_id: int, /) -> None:
-        """Handle that a batch was not computed, because no caller waits for it."""
+        A skipped batch was not computed, because no caller waits for it.
+        """
 
     def stepped(self, worker_id: int, step: Step, seconds: float, answer: Answer, /) -> None:
         """Handle a step of a `SteppedModel`; `answer` has its chunks."""

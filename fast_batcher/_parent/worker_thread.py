@@ -179,7 +179,7 @@ class ThreadWorker(WorkerHandle):
     def receive(self) -> BatchJob | Told | None:
         """Wait for the next batch, and then for the latency, or for the next order."""
         task = self._tasks.get()
-        if isinstance(task, BatchJob) and not task.is_skipped:
+        if isinstance(task, BatchJob) and task.failure is None:
             if seconds := self._latency():
                 self._is_abandoned.wait(seconds)
             self._progress.taken = task.batch_id
@@ -195,8 +195,6 @@ class ThreadWorker(WorkerHandle):
         listener, place = self.listener, (self.id, job.batch_id)
         if job.batch_id == PING_ID:
             self._report(self._events.worker_answers, self)
-        elif job.is_skipped:
-            self._report(listener.skipped, *place)
         elif job.failure is not None:
             how, error = job.failure
             self._report(listener.failed, *place, job.seconds, how, partial(decode, error))

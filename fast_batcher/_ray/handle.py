@@ -44,8 +44,6 @@ logger = logging.getLogger("fast_batcher")
 # Frames that go with the batch that follows them.
 _AHEAD = frozenset({Kind.NOTE, Kind.PART})
 _ORDERS = frozenset(Order)
-# Frames that end the stream of their batch.
-_ENDS = frozenset({Kind.SKIPPED, Kind.FAILED})
 # Seconds to wait, after the death of an actor, for the state of its node.
 LOOK_LIMIT = 5.0
 # Most characters of Ray's message about a death.
@@ -373,7 +371,7 @@ class RayWorker(FrameWorker):
                 if frame.kind == Kind.LOG:
                     self._log(frame)
                     continue
-                if self._steps is not None and frame.kind in _ENDS:
+                if self._steps is not None and frame.kind == Kind.FAILED:
                     self._open.pop(frame.batch_id, None)
                 self._dispatch(frame)
                 if frame.kind == Kind.NOTE and self._step is not None:

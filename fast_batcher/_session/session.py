@@ -552,6 +552,9 @@ class LocalSession(Session):
         self, worker: int, batch_id: int, seconds: float, how: Failed, fail: Callable[[], Failure]
     ) -> None:
         """Try the requests of a batch again, or fail them."""
+        if how is Failed.SKIPPED:
+            self._note_skipped(worker, batch_id)
+            return
         found = self.scheduler.find(worker, batch_id)
         if found is not None and how is Failed.FATAL and self.settings.mps:
             # Another worker of the GPU may have caused it: the batch is lost with its worker.
@@ -566,7 +569,7 @@ class LocalSession(Session):
         self._advance(monotonic())
         self._settle(batch, requests, lambda: [fail() for _ in requests])
 
-    def skipped(self, worker: int, batch_id: int) -> None:
+    def _note_skipped(self, worker: int, batch_id: int) -> None:
         """Forget a batch that was not computed, because no caller waits for it."""
         batch = self.scheduler.batch_done(monotonic(), worker, batch_id, has_raised=True)
         if batch is None:

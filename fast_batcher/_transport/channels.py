@@ -108,7 +108,6 @@ class Kind:
     STARTUP_FAILED = 17  # one pickled SerializedError
     PONG = 22
     FAILED = 23  # pickled: a `Failed`, and one SerializedError for every request of the batch
-    SKIPPED = 28  # the batch was not computed, because no caller waits for it
     LOG = 38  # a log record, from a worker on another machine
 
 

@@ -293,8 +293,8 @@ class BatchJob:
     """A batch in the worker, from its arrival to its answer."""
 
     __slots__ = (
-        *("batch_id", "contexts", "cost", "elements", "errors", "failure", "inputs", "is_skipped"),
-        *("method", "outputs", "pieces", "seconds", "sessions"),
+        *("batch_id", "contexts", "cost", "elements", "errors", "failure", "inputs", "method"),
+        *("outputs", "pieces", "seconds", "sessions"),
     )
 
     def __init__(self, batch_id: int) -> None:
@@ -314,10 +314,9 @@ class BatchJob:
         self.errors: dict[int, SerializedError] = {}
         # Shared memory of the inputs, for `stack`.
         self.pieces: list[Piece] = []
-        # The error of all requests of the batch; None while it is not known to have failed.
-        self.failure: tuple[Failed, SerializedError] | None = None
-        # Whether it was not computed, because no caller waits for it.
-        self.is_skipped = False
+        # The error of all requests of the batch, None for a skipped one; None while it is not known
+        # to have failed.
+        self.failure: tuple[Failed, SerializedError | None] | None = None
         # Seconds in the method.
         self.seconds = 0.0
         # Elements of the inputs, and of the batches of a collation; 0 where nothing is filled.
@@ -346,20 +345,21 @@ class BatchJob:
         found = dict(zip(self.list_open(len(outputs)), outputs, strict=True))
         return [found.get(at) for at in range(len(found) + len(self.errors))]
 
-    def fail(self, how: Failed, error: SerializedError) -> None:
+    def fail(self, how: Failed, error: SerializedError | None) -> None:
         """Answer all requests of the batch with an error."""
         self.inputs, self.outputs, self.errors = [], [], {}
         self.failure = how, error
 
     @property
-    def is_fatal(self) -> bool:
-        """Whether the process cannot use its device any more."""
-        return self.failure is not None and self.failure[0] is Failed.FATAL
+    def how(self) -> Failed | None:
+        """Consequence of its error, None without one."""
+        return None if self.failure is None else self.failure[0]
 
     def skip(self) -> None:
         """Answer that the batch was not computed."""
-        self.inputs, self.errors, self.pieces = [], {}, []
-        self.is_skipped = True
+        self.fail(Failed.SKIPPED, None)
+        # The sessions go on: their states have not changed.
+        self.pieces, self.sessions = [], ()
 
     def list_open(self, count: int) -> list[int]:
         """Return the positions of the `count` inputs or outputs that have no error."""
@@ -486,7 +486,7 @@ class FramePort:
 
     def answer(self, job: BatchJob) -> None:
         """Send the outputs of a batch, or its error."""
-        if job.is_skipped or job.failure is not None:
+        if job.failure is not None:
             frames = self._pack_other(job)
         else:
             outputs, job.outputs = job.outputs, []
@@ -513,10 +513,8 @@ class FramePort:
         self._reads_gpu_at = monotonic() + 1.0 if count else None
 
     def _pack_other(self, job: BatchJob) -> Reply:
-        if job.failure is not None:
-            return [(Kind.FAILED, dumps(job.failure))]
         if job.batch_id != PING_ID:
-            return [(Kind.SKIPPED, b"")]
+            return [(Kind.FAILED, dumps(job.failure))]
         self._encoder.give_back_unused()
         self._inputs.spare.rest()
         self._read_gpu()
@@ -566,7 +564,7 @@ class BatchLoop:
             if isinstance(arrived, BatchJob):
                 self.compute(arrived)
                 self._port.answer(arrived)
-                if arrived.failure is not None and arrived.is_fatal:
+                if arrived.failure is not None and arrived.how is Failed.FATAL:
                     return
             elif not self.obey(arrived):
                 return
@@ -586,7 +584,7 @@ class BatchLoop:
 
     def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch, and end the sessions of a batch that has failed."""
-        if job.failure is None and not job.is_skipped:
+        if job.failure is None:
             self._call_method(job)
         if job.failure is not None and isinstance(infer := self._models["infer"], SessionInfer):
             infer.fail(job.sessions)

@@ -161,7 +161,7 @@ class StepLoop:
     def _welcome(self, job: BatchJob) -> None:
         if job.failure is None and job.errors:
             job.fail(Failed.FOR_GOOD, job.errors[0])
-        if job.failure is None and not job.is_skipped:
+        if job.failure is None:
             self._newcomers[job.batch_id] = job
             if self._most_cost < inf:
                 self._costs[job.batch_id] = job.cost
