@@ -424,6 +424,8 @@ class Batch:
     isolate_until: float = inf
     # The event of its dispatch, None if no observer follows batches. The shell sets it.
     dispatched: Any = None
+    # The pickled context managers of the observers that follow it. The shell sets them.
+    contexts: Sequence[bytes] = ()
     # Whether a chunk of this stream has come from its worker; and whether the stream is paused.
     has_stepped: bool = False
     is_paused: bool = False
@@ -435,13 +437,13 @@ class Batch:
         """Whether it is a stream that may be what another worker has died of."""
         return self.requests[0].deaths > 0 and not self.has_stepped
 
-    def make_note(self, contexts: Sequence[bytes]) -> BatchNote:
+    def make_note(self) -> BatchNote:
         """Return what its worker gets beside the inputs."""
         group, cost = self.requests[0].group, self.requests[0].cost
         method = "infer" if group is None or group.method is None else group.method.name
         # All requests of a batch have a session, or none.
         places = [request.session for request in self.requests if request.session is not None]
-        return method, [place.id for place in places], contexts, cost
+        return method, [place.id for place in places], self.contexts, cost
 
     def settle_open(self) -> list[Request]:
         """Settle the requests whose callers still wait, and return them."""

@@ -13,7 +13,7 @@ import io
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -118,7 +118,7 @@ class BatchSender:
                 return
             pickled.release()
         elif pickled is not None:
-            body = dumps(pickled)
+            body = dumps((pickled, batch.make_note()))
             if len(body) <= self._max_frame_bytes:
                 worker.send(Kind.ITEMS, batch.id, body)
                 return
@@ -136,9 +136,12 @@ class BatchSender:
         items, unsendable = dump_inputs(self._pickler, batch, self._max_frame_bytes)
         if unsendable:
             worker.listener.inputs_unsendable(batch, unsendable)
-        bodies = list(pickling.fragment(items, self._max_frame_bytes)) if items else []
-        kinds = [Kind.PART] * (len(bodies) - 1) + [Kind.ITEMS]
-        return [(kind, batch.id, body) for kind, body in zip(kinds, bodies, strict=False)]
+        if not items:
+            return []
+        parts = [
+            (Kind.PART, batch.id, part) for part in pickling.fragment(items, self._max_frame_bytes)
+        ]
+        return [*parts, (Kind.ITEMS, batch.id, dumps(([], batch.make_note())))]
 
     # Shared memory.
 
@@ -160,7 +163,7 @@ class BatchSender:
                 return False
             inputs.append(staged)
             leased.append(slab)
-        frame = (Kind.ROWS, batch.id, dumps(_name_runs(inputs)))
+        frame = (Kind.ROWS, batch.id, dumps((_name_runs(inputs), batch.make_note())))
         pending = [staged for staged in inputs if staged.state is not CopyState.COPIED]
         if pending:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
@@ -184,8 +187,8 @@ class BatchSender:
         if whole is None:
             self._warn(self._describe_no_room(slabs, pickled.size))
             return False
-        named = dumps((whole.start, whole.length, pickled.sizes, pickled.items))
-        frame = (Kind.SHARED, batch.id, named)
+        named = (whole.start, whole.length, pickled.sizes, pickled.items)
+        frame = (Kind.SHARED, batch.id, dumps((named, batch.make_note())))
         if pickled.size > MOST_AT_ONCE:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             self._memory.run_in_thread(
@@ -444,15 +447,16 @@ class FrameWorker(WorkerHandle):
     def fill(self, reservation: Reservation, frames: Frames) -> None:
         """Send zero or more frames at the position that was reserved for them."""
 
-    def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
+    def compute(self, batch: Batch) -> None:
         """Send a batch; one of small numbers and texts is a single pickle."""
         first = batch.requests[0]
-        if contexts or first.group is not None or first.session is not None or self._has_costs:
-            self.send(Kind.NOTE, batch.id, dumps(batch.make_note(contexts)))
+        is_noted = batch.contexts or first.group or first.session or self._has_costs
         values = [request.value for request in batch.requests]
         body = dump_atoms(values, LEAST_SHARED)
+        if body is not None and is_noted:
+            body = dumps((body, batch.make_note()))
         if body is not None and len(body) <= self._settings.max_frame_bytes:
-            self.send(Kind.ATOMS, batch.id, body)
+            self.send(Kind.ITEMS if is_noted else Kind.ATOMS, batch.id, body)
         else:
             self._sender.send(self, batch, values)
 

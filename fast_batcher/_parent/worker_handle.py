@@ -15,7 +15,7 @@ import select
 import signal
 from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -287,8 +287,8 @@ class WorkerHandle(ABC):
     # Batches and orders; those to a dead worker are dropped.
 
     @abstractmethod
-    def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
-        """Let the worker compute a batch, in the pickled contexts of observers that follow it."""
+    def compute(self, batch: Batch) -> None:
+        """Let the worker compute a batch."""
 
     @abstractmethod
     def order(self, order: Order, batch_id: int = 0) -> None:

@@ -14,7 +14,7 @@ import signal
 import threading
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
@@ -109,11 +109,11 @@ class ThreadWorker(WorkerHandle):
 
     # Batches and orders.
 
-    def compute(self, batch: Batch, contexts: Sequence[bytes]) -> None:
+    def compute(self, batch: Batch) -> None:
         """Hand a batch over to the thread."""
         job = BatchJob(batch.id)
-        job.take_note(batch.make_note(contexts))
         job.inputs = self._pass_inputs(batch)
+        job.take_note(batch.make_note())
         if job.inputs:
             self._tasks.put(job)
 

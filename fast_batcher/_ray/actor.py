@@ -118,9 +118,9 @@ class RowReader(InputReader):
         super().__init__(None)
         self.buffers: deque[Any] = deque()
 
-    def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
+    def _load_shared(self, _: Frame, named: Any, pieces: list[Piece]) -> list[Any]:
         inputs: list[Any] = []
-        for packed, _, _ in pickling.loads(frame.body):
+        for packed, _, _ in named:
             buffer = self.buffers.popleft()
             # A copy: the object store's memory is read-only, and a model may write into its inputs.
             view = memoryview(bytearray(buffer))

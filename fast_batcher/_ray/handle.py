@@ -41,8 +41,6 @@ from fast_batcher.errors import WorkerStartupError
 
 logger = logging.getLogger("fast_batcher")
 
-# Frames that go with the batch that follows them.
-_AHEAD = frozenset({Kind.NOTE, Kind.PART})
 _ORDERS = frozenset(Order)
 # Seconds to wait, after the death of an actor, for the state of its node.
 LOOK_LIMIT = 5.0
@@ -275,14 +273,14 @@ class RayWorker(FrameWorker):
             return
         self._ahead += (pack_header(kind, len(body), batch_id, 0.0), body)
         # The end of a session goes with the next batch; that of a stream is awaited.
-        if kind in _AHEAD or (kind == Kind.LEAVE and self._steps is None):
+        if kind == Kind.PART or (kind == Kind.LEAVE and self._steps is None):
             return
         frames, self._ahead = self._ahead, []
         rows: list[tuple[int, int]] = []
         if kind == Kind.ROWS:
             rows = [
                 (start, count * unpack_layout(layout).nbytes)
-                for layout, start, count in pickling.loads(body)
+                for layout, start, count in pickling.loads(body)[0]
             ]
         if kind not in _ORDERS:
             self._open[batch_id] = None

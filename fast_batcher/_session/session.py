@@ -476,9 +476,10 @@ class LocalSession(Session):
     def _send(self, batch: Batch) -> None:
         if self._is_stepped:
             batch.requests[0].chunk_times = ChunkTimes(batch.requests[0].arrival)
-        contexts = self._observers.follow(batch, dumps) if self._active else []
+        if self._active:
+            batch.contexts = self._observers.follow(batch, dumps)
         size, worker = len(batch.requests), self.pool.workers[batch.worker]
-        worker.compute(batch, contexts)
+        worker.compute(batch)
         # This is done while the worker wakes up.
         if not self._is_stepped:
             self._ledger.counters.count_batch(size, batch.release)

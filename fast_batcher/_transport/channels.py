@@ -91,17 +91,19 @@ class Kind:
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
     STOP, PING, LEAVE, PAUSE, RESUME = Order  # without a body; PING is answered with PONG
-    # The values of a batch, inputs or outputs.
+    # The values of a batch, inputs or outputs. Inputs of all kinds but the first two are pickled
+    # with their `BatchNote`, as (values, note).
     ATOMS = 2  # one pickle of a list of values whose types are in `pickling.ATOMS`
-    ITEMS = 3  # a list of separately pickled values, or its last part; of outputs also errors
-    PART = 4  # a part of a list that is larger than one frame; more follow
-    # Values that lie in shared memory. Of inputs pickled (start, length, sizes, items); of outputs
-    # (start, sizes of stream and buffers, which buffers are read-only, items, errors by position).
+    PART = 4  # a part of a list of items that is larger than one frame; more follow
+    # A list of separately pickled values, or its last part; of outputs also errors. Of inputs also
+    # the pickle of `ATOMS`.
+    ITEMS = 3
+    # Values that lie in shared memory. Of inputs (start, length, sizes, items); of outputs (start,
+    # sizes of stream and buffers, which buffers are read-only, items, errors by position).
     SHARED = 7
-    ROWS = 8  # inputs that were staged: a pickled list of (layout, start, count)
-    # To a worker: the pickled `BatchNote` of the batch with this id, which comes next. To a parent,
-    # pickled: ids of batches whose inputs have no view left; of the next answer the elements of the
-    # inputs, those of the batch, and the `Step` whose chunks it is, or None.
+    ROWS = 8  # inputs that were staged: a list of (layout, start, count)
+    # To a parent, pickled: ids of batches whose inputs have no view left; of the next answer the
+    # elements of the inputs, those of the batch, and the `Step` whose chunks it is, or None.
     NOTE = 9
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages

@@ -217,15 +217,17 @@ class InputReader:
         """Keep a fragment of a batch that is larger than one frame, until the last one comes."""
         self._fragments.setdefault(frame.batch_id, []).extend(pickling.loads(frame.body))
 
-    def read(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
-        """Return inputs that were pickled apart; a `SerializedError` for an unreadable one.
-
-        Their shared memory is added to `pieces`.
-        """
-        if frame.kind == Kind.ITEMS:
-            items = self._fragments.pop(frame.batch_id, []) + pickling.loads(frame.body)
-            return [unpickle_item(item) for item in items]
-        return self._load_shared(frame, pieces)
+    def read(self, frame: Frame, job: "BatchJob") -> None:
+        """Give a job its note, and its inputs, of which an unreadable one is an error."""
+        values, note = pickling.loads(frame.body)
+        job.take_note(note)
+        if frame.kind != Kind.ITEMS:
+            job.take_inputs(self._load_shared(frame, values, job.pieces))
+        elif isinstance(values, bytes):
+            job.inputs = pickling.loads(values)
+        else:
+            items = self._fragments.pop(frame.batch_id, []) + values
+            job.take_inputs([unpickle_item(item) for item in items])
 
     def take_freed(self) -> list[int]:
         """Return the batches that have no view left since the last call.
@@ -236,11 +238,10 @@ class InputReader:
             return self._slabs.take_freed()
         return []
 
-    def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
-        """Return views of inputs in shared memory."""
+    def _load_shared(self, frame: Frame, named: Any, pieces: list[Piece]) -> list[Any]:
+        """Return views of inputs in shared memory, which is added to `pieces`."""
         slabs = self._slabs
         assert isinstance(slabs, SlabViews), "the parent knows that it shares no memory"
-        named = pickling.loads(frame.body)
         memory = slabs.view(frame.batch_id)
         if frame.kind == Kind.SHARED:
             start, length, sizes, items = named
@@ -416,9 +417,6 @@ class FramePort:
         self._progress = progress
         self._inputs = inputs
         self._encoder = encoder
-        # The note of the next batch: the batch's id, and the body. The batch may not come: it is
-        # withdrawn if its inputs turn out not to be sendable.
-        self._note: tuple[int, bytes] | None = None
         # Moment of the next reading of the memory on the GPU; None if none is in use.
         self._reads_gpu_at: float | None = None
 
@@ -442,7 +440,7 @@ class FramePort:
         return self._channel.has_arrived()
 
     def receive(self) -> BatchJob | Told | None:
-        """Wait for a batch or an order; note what precedes a batch."""
+        """Wait for a batch or an order; keep the parts of a batch until its last frame comes."""
         while True:
             frame = self._channel.receive()
             if frame is None:
@@ -451,8 +449,6 @@ class FramePort:
             if kind in BATCHES:
                 self._progress.numbers[TAKEN] = batch_id + 1
                 job = BatchJob(batch_id)
-                if self._note is not None:
-                    self._take_note(job)
                 if kind == Kind.ATOMS:  # reading them runs no code of the user's
                     job.inputs = pickling.loads(frame.body)
                 else:
@@ -462,27 +458,14 @@ class FramePort:
                 return BatchJob.make_ping()
             if kind in _ORDERS:
                 return Order(kind), batch_id
-            self._keep(frame)
-
-    def _keep(self, frame: Frame) -> None:
-        """Keep what precedes a batch."""
-        if frame.kind == Kind.PART:
             self._inputs.keep_fragment(frame)
-        else:
-            self._note = frame.batch_id, bytes(frame.body)
 
     def _read(self, frame: Frame, job: BatchJob) -> None:
         try:
-            job.take_inputs(self._inputs.read(frame, job.pieces))
+            self._inputs.read(frame, job)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
             job.fail(Failed.FOR_GOOD, pickling.describe(error))
             forget_frames(error)
-
-    def _take_note(self, job: BatchJob) -> None:
-        assert self._note is not None, "the caller has looked"
-        (batch_id, body), self._note = self._note, None
-        if batch_id == job.batch_id:
-            job.take_note(pickling.loads(body))
 
     def answer(self, job: BatchJob) -> None:
         """Send the outputs of a batch, or its error."""

@@ -111,6 +111,25 @@ async def test_an_error_of_the_batch_ends_its_sessions_and_no_others(place: Any)
 
 @one_loop
 @every_place
+async def test_a_call_that_cannot_be_sent_leaves_the_others_their_sessions(place: Any) -> None:
+    async with (
+        DynBatcher(Diary, **place) as batcher,
+        batcher.session() as first,
+        batcher.session() as second,
+    ):
+        assert await first.process_batched(Line("f", 1)) == ("f", 1, 1)
+        assert await second.process_batched(Line("s", 1)) == ("s", 1, 1)
+        unsendable: Any = Bomb("dump task", "raise")
+        if place == PLACES["threads"]:  # it is not pickled
+            unsendable = Line("f", 2)
+        calls = first.process_batched(unsendable), second.process_batched(Line("s", 2))
+        _, answer = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(answer, tuple), answer
+        assert answer[:2] == ("s", 2)
+
+
+@one_loop
+@every_place
 @pytest.mark.parametrize("has_state", [False, True])
 async def test_a_failed_call_loses_the_session_for_the_calls_behind_it(
     place: Any, gate: Gate, has_state: bool

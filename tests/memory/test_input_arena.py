@@ -58,7 +58,7 @@ def numbered(count: int, size: int = SMALL) -> list[Any]:
 
 def runs(harness: SenderHarness) -> list[tuple[int, int]]:
     """Start and count of each run of the batch that was sent first."""
-    return [(start, count) for _, start, count in loads(harness.queue[0][2])]
+    return [(start, count) for _, start, count in loads(harness.queue[0][2])[0]]
 
 
 # --- how inputs lie -------------------------------------------------------------------------------

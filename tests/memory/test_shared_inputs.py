@@ -71,7 +71,7 @@ def test_slabs_visible_to_orphans_stay_occupied(harness: SenderHarness) -> None:
     harness.read()
     harness.free()
     # Of the two batches that are left, the worker had the first when it forked.
-    start, *_ = loads(harness.queue[0][2])
+    (start, *_), _ = loads(harness.queue[0][2])
     harness.lose_worker(inherited=1)
     assert harness.slabs.count == 1
     assert [*harness.slabs._ranges._taken] == [start]

@@ -20,8 +20,8 @@ from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import MOST_AT_ONCE, Done, Job, MemoryService
 from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
-from fast_batcher._transport.pickling import SerializedError, loads
-from fast_batcher._worker.loop import InputReader
+from fast_batcher._transport.pickling import loads
+from fast_batcher._worker.loop import BatchJob, InputReader
 from fast_batcher.errors import BatcherError, PoisonRequestError
 from fast_batcher.settings import Settings
 
@@ -69,13 +69,13 @@ class Worker:
         while kind == Kind.PART:
             self._reader.keep_fragment(Frame(kind, batch_id, 0.0, body))
             kind, batch_id, body = self.queue.pop(0)
-        values: list[Any]
+        job = BatchJob(batch_id)
         if kind == Kind.ATOMS:
-            values = loads(body)
+            job.inputs = loads(body)
         else:
-            values = self._reader.read(Frame(kind, batch_id, 0.0, body), [])
-        assert SerializedError not in map(type, values)
-        return values
+            self._reader.read(Frame(kind, batch_id, 0.0, body), job)
+        assert not job.errors
+        return job.inputs
 
 
 class HeldMemory(MemoryService):
@@ -147,7 +147,7 @@ class SenderHarness:
         worker: Any = self.worker
         worker.listener = self
         worker._sender, worker._settings, worker._has_costs = self.sender, self.settings, False
-        FrameWorker.compute(worker, batch, ())
+        FrameWorker.compute(worker, batch)
         return batch
 
     def run_jobs(self, count: int | None = None) -> None:

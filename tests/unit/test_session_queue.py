@@ -305,7 +305,7 @@ class World:
                 assert len({*sessions}) == len(sessions)
                 assert all(session.worker == batch.worker for session in sessions)
                 self.queues[batch.worker].append(batch)
-                self.sent[batch.id] = batch.make_note(())[1]
+                self.sent[batch.id] = batch.make_note()[1]
             elif isinstance(action, Expire):
                 self.ended.append(action.request)
             elif isinstance(action, EndSession) and action.worker in self.queues:
