@@ -204,6 +204,19 @@ BatchNote = tuple[str, list[int], Sequence[bytes], float]
 Step = tuple[list[int], list[int], dict[int, float]]
 
 
+class Report(NamedTuple):
+    """What a worker tells beside the outcomes of a batch, unless all of it has its default."""
+
+    # The whole batch has failed so; its one outcome is the error.
+    failed: Failed | None = None
+    # Elements of the inputs, and of the batches of a collation; 0 where nothing is filled.
+    elements: tuple[int, int] = (0, 0)
+    # The step whose chunks the outcomes are.
+    step: Step | None = None
+    # Ids of batches whose inputs in shared memory have no view left.
+    freed: Sequence[int] = ()
+
+
 class Group:
     """Requests with the same `Group` object may share a batch.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from fast_batcher._core.values import Batch, Failure, Order, Step, most_batches
+from fast_batcher._core.values import Batch, Failure, Order, Report, most_batches
 from fast_batcher._parent.staging import (
     MOST_AT_ONCE,
     CopyState,
@@ -371,9 +371,9 @@ class SharedAnswer:
     """An `Answer` that a worker has left in its outbox."""
 
     def __init__(
-        self, body: Any, outbox: outbox.OutboxReader | None, decode: Callable[[Any], Any]
+        self, place: Any, outbox: outbox.OutboxReader | None, decode: Callable[[Any], Any]
     ) -> None:
-        self._body = body
+        self._place = place
         self._decode = decode
         self._outbox = outbox
         self._is_dropped = False
@@ -381,7 +381,7 @@ class SharedAnswer:
     @cached_property
     def _found(self) -> tuple[outbox.Answer, int, Any]:
         """The outputs, their number, and the errors by position."""
-        start, sizes, frozen, items, errors = loads(self._body)
+        start, sizes, frozen, items, errors = self._place
         if self._outbox is None:
             raise TransportError("a worker without an outbox announced an answer in its outbox")
         return self._outbox.find(start, sizes, frozen, items), len(items), errors
@@ -415,7 +415,6 @@ class SharedAnswer:
 
 # Read for each frame: on Python 3.11 a member of an enumeration costs as much as a call.
 _READY = WorkerState.READY
-_ANSWERS = frozenset({Kind.ATOMS, Kind.ITEMS, Kind.SHARED})
 
 
 class FrameWorker(WorkerHandle):
@@ -429,8 +428,6 @@ class FrameWorker(WorkerHandle):
         # Outcomes from PART frames, until the last frame of their batch: a worker
         # answers one batch at a time.
         self._fragments: list[Any] = []
-        # The step of which the next answer is the chunks.
-        self._step: Step | None = None
         self._has_costs = self.model_spec.is_stepped and self._settings.max_batch_cost is not None
 
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
@@ -472,42 +469,39 @@ class FrameWorker(WorkerHandle):
         if self.state is not _READY:
             if self.state is WorkerState.LOADING:
                 self._finish_loading(kind, body)
-        elif kind in _ANSWERS:
-            is_atoms = kind == Kind.ATOMS
-            answer = functools.partial(loads, body) if is_atoms else self._make_answer(kind, body)
-            step, self._step = self._step, None
-            if step is None:
-                self.listener.answered(self.id, batch_id, seconds, answer)
-            else:
-                self.listener.stepped(self.id, step, seconds, answer)
-        elif kind == Kind.FAILED:
-            how, error = loads(body)
-            fail = functools.partial(self._sender.decode, error)
-            self.listener.failed(self.id, batch_id, seconds, how, fail)
+        elif kind == Kind.ATOMS:
+            self.listener.reported(self.id, batch_id, seconds, functools.partial(loads, body))
         else:
-            self._take_other(kind, batch_id, body)
+            self._take_other(*frame)
 
-    def _take_other(self, kind: int, batch_id: int, body: Any) -> None:
-        """Handle a frame that brings no outcomes, or not the last ones."""
+    def _take_other(self, kind: int, batch_id: int, seconds: float, body: Any) -> None:
+        """Handle a frame that does not answer a batch with atoms alone."""
         if kind == Kind.PART:
             self._fragments += loads(body)
-        elif kind == Kind.NOTE:
-            freed, own, computed, self._step = loads(body)
-            for found in freed:
-                del self.leases[found]
-            if computed:
-                self.listener.filled(own, computed)
         elif kind == Kind.PONG:
             self._events.worker_answers(self)
+        elif kind in (Kind.ITEMS, Kind.SHARED):
+            values, report = loads(body)
+            if report is not None:
+                self._take_report(batch_id, report)
+            if values is not None:
+                answer = self._make_answer(kind, values)
+                self.listener.reported(self.id, batch_id, seconds, answer, report)
         else:
             raise TransportError(f"a worker answered with {KIND_NAMES[kind]}")
 
-    def _make_answer(self, kind: int, body: Any) -> Answer:
+    def _take_report(self, batch_id: int, report: Report) -> None:
+        for found in report.freed:
+            del self.leases[found]
+
+    def _make_answer(self, kind: int, values: Any) -> Answer:
         decode = self._sender.decode
         if kind == Kind.SHARED:
-            return SharedAnswer(body, self.outbox, decode)
-        items, self._fragments = self._fragments, []
-        return lambda: [decode(item) for item in items + loads(body)]
+            return SharedAnswer(values, self.outbox, decode)
+        if isinstance(values, bytes):
+            return functools.partial(loads, values)
+        items, self._fragments = self._fragments + values, []
+        return lambda: [decode(item) for item in items]
 
     def _finish_loading(self, kind: int, body: Any) -> None:
         if kind == Kind.READY:

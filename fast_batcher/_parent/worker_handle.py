@@ -19,7 +19,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fast_batcher._core.values import Batch, Failed, Failure, Order, Request, Step
+from fast_batcher._core.values import Batch, Order, Report, Request
 from fast_batcher._devices import Placement
 from fast_batcher._process import SIGKILL, monotonic
 from fast_batcher._shared_memory.inputs import Slabs
@@ -123,7 +123,8 @@ class WorkerEvents(Protocol):
 
 
 # Returns the outcomes of the requests of a batch: outputs, and a `Failure` in place of an output.
-# It is called once, when the worker has its next batch. A large one is a `SharedAnswer`.
+# It is called when the worker has its next batch; once, or for each request of a batch that has
+# failed as a whole, whose one outcome is the error. A large one is a `SharedAnswer`.
 Answer = Callable[[], list[Any]]
 
 
@@ -138,28 +139,16 @@ class BatchEvents(Protocol):
     worker is replaced.
     """
 
-    def answered(self, worker_id: int, batch_id: int, seconds: float, answer: Answer, /) -> None:
-        """Handle the outcomes of a batch, which the model has computed in `seconds`."""
-
-    def filled(self, own: int, computed: int, /) -> None:
-        """Handle the elements of a batch's inputs, and those of the batch; its answer follows."""
-
-    def failed(
+    def reported(
         self,
-        worker: int,
+        worker_id: int,
         batch_id: int,
         seconds: float,
-        how: Failed,
-        fail: Callable[[], Failure],
+        answer: Answer,
+        note: Report | None = None,
         /,
     ) -> None:
-        """Handle an error of a whole batch; `fail` makes the outcome of one request.
-
-        A skipped batch was not computed, because no caller waits for it.
-        """
-
-    def stepped(self, worker_id: int, step: Step, seconds: float, answer: Answer, /) -> None:
-        """Handle a step of a `SteppedModel`; `answer` has its chunks."""
+        """Handle the outcomes of a batch or a step, which the model has computed in `seconds`."""
 
     def inputs_unsendable(self, batch: Batch, unsendable: Unsendable, /) -> None:
         """Handle inputs of a batch that cannot be sent; the worker gets the others."""

@@ -22,7 +22,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any
 
-from fast_batcher._core.values import Batch, Order, Step
+from fast_batcher._core.values import Batch, Order, Report
 from fast_batcher._devices import thread_share
 from fast_batcher._parent.sending import decode
 from fast_batcher._parent.worker_handle import (
@@ -179,7 +179,7 @@ class ThreadWorker(WorkerHandle):
     def receive(self) -> BatchJob | Told | None:
         """Wait for the next batch, and then for the latency, or for the next order."""
         task = self._tasks.get()
-        if isinstance(task, BatchJob) and task.failure is None:
+        if isinstance(task, BatchJob) and task.failed is None:
             if seconds := self._latency():
                 self._is_abandoned.wait(seconds)
             self._progress.taken = task.batch_id
@@ -191,31 +191,21 @@ class ThreadWorker(WorkerHandle):
         return not self._tasks.empty()
 
     def answer(self, job: BatchJob) -> None:
-        """Report a batch."""
-        listener, place = self.listener, (self.id, job.batch_id)
+        """Report a batch or a step."""
         if job.batch_id == PING_ID:
             self._report(self._events.worker_answers, self)
-        elif job.failure is not None:
-            how, error = job.failure
-            self._report(listener.failed, *place, job.seconds, how, partial(decode, error))
-        else:
-            if job.elements[1]:
-                self._report(listener.filled, *job.elements)
-            answer = self._make_answer(job.spread(job.outputs), job.errors)
-            self._report(listener.answered, *place, job.seconds, answer)
+            return
+        report = Report(job.failed, job.elements, job.step)
+        answer = self._make_answer(job.spread(job.outputs), job.errors)
+        self._report(self.listener.reported, self.id, job.batch_id, job.seconds, answer, report)
 
     def _make_answer(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Answer:
         describe_errors(outputs, errors)
-        outcomes = [
-            decode(errors[at]) if at in errors else self._pass_output(output)
+        passed = [
+            errors[at] if at in errors else self._pass_output(output)
             for at, output in enumerate(outputs)
         ]
-        return lambda: outcomes
-
-    def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
-        """Report a step."""
-        answer = self._make_answer(chunks, {})
-        self._report(self.listener.stepped, self.id, step, seconds, answer)
+        return lambda: [decode(item) if at in errors else item for at, item in enumerate(passed)]
 
     def report_freed(self) -> None:
         """Do nothing: there is no shared memory."""

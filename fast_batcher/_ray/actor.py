@@ -91,10 +91,9 @@ class CallChannel:
         batch_id: int = 0,
         body: bytes = b"",
         seconds: float = 0.0,
-        ahead: bytes = b"",
     ) -> None:
         """Add a frame to the answer."""
-        self._sent += (ahead, pack_header(kind, len(body), batch_id, seconds), body)
+        self._sent += (pack_header(kind, len(body), batch_id, seconds), body)
 
     def send_packed(self, data: bytes) -> None:
         """Add a whole frame to the answer."""

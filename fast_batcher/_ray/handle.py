@@ -21,7 +21,7 @@ from contextvars import Context
 from enum import Enum
 from typing import Any, NamedTuple
 
-from fast_batcher._core.values import Order
+from fast_batcher._core.values import Order, Report
 from fast_batcher._parent.sending import FrameWorker
 from fast_batcher._parent.worker_handle import Exit, WorkerState
 from fast_batcher._ray.cluster import CONNECT_TIMEOUT, PROBE_TIMEOUT, Cluster
@@ -369,14 +369,14 @@ class RayWorker(FrameWorker):
                 if frame.kind == Kind.LOG:
                     self._log(frame)
                     continue
-                if self._steps is not None and frame.kind == Kind.FAILED:
-                    self._open.pop(frame.batch_id, None)
                 self._dispatch(frame)
-                if frame.kind == Kind.NOTE and self._step is not None:
-                    for ended in self._step[1]:
-                        self._open.pop(ended, None)
         except Exception as error:  # noqa: BLE001  as in `LoopChannel`
             self.kill_on_protocol_error(error)
+
+    def _take_report(self, batch_id: int, report: Report) -> None:
+        super()._take_report(batch_id, report)
+        for ended in [batch_id] if report.step is None else report.step[1]:
+            self._open.pop(ended, None)
 
     def _log(self, frame: Frame) -> None:
         record = unpack_record(bytes(frame.body))

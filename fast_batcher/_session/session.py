@@ -3,7 +3,7 @@
     DynBatcher --accept--> arrivals --submit, poll--> Scheduler
                                          | Dispatch       ^
                                          v                | batch_done
-                                     WorkerHandle ==> answered --settle--> callers
+                                     WorkerHandle ==> reported --settle--> callers
 
 `Session` is what a batcher needs of an opening. `LocalSession` schedules the requests in this
 process, an API process or the host, and owns the workers; `RemoteSession` (`_host/client.py`)
@@ -49,6 +49,7 @@ from fast_batcher._core.values import (
     Limits,
     Order,
     Replace,
+    Report,
     Request,
     SessionPlace,
     Skip,
@@ -535,8 +536,12 @@ class LocalSession(Session):
 
     # Answers: from the worker to the callers.
 
-    def answered(self, worker: int, batch_id: int, seconds: float, answer: Answer) -> None:
+    def reported(
+        self, worker: int, batch_id: int, seconds: float, answer: Answer, note: Report | None = None
+    ) -> None:
         """Refill a worker that has answered a batch, then settle the batch."""
+        if note is not None and self._take_note(worker, batch_id, seconds, answer, note):
+            return
         batch = self._take_back(worker, batch_id, seconds)
         if batch is None:
             return
@@ -545,21 +550,28 @@ class LocalSession(Session):
             self._advance(monotonic())
         self._settle(batch, batch.requests, answer)
 
-    def filled(self, own: int, computed: int) -> None:
-        """Count the elements of a batch's inputs, and those of the batch."""
-        self.scheduler.count_elements(own, computed)
-
-    def failed(
-        self, worker: int, batch_id: int, seconds: float, how: Failed, fail: Callable[[], Failure]
-    ) -> None:
-        """Try the requests of a batch again, or fail them."""
-        if how is Failed.SKIPPED:
+    def _take_note(
+        self, worker: int, batch_id: int, seconds: float, answer: Answer, note: Report
+    ) -> bool:
+        """Take a step or a failure; return False for an answer, whose elements are counted."""
+        if note.step is not None:
+            self._take_step(worker, note.step, seconds, answer)
+        elif note.failed is Failed.SKIPPED:
             self._note_skipped(worker, batch_id)
-            return
+        elif note.failed is not None:
+            self._take_failure(worker, batch_id, seconds, note.failed, answer)
+        else:
+            self.scheduler.count_elements(*note.elements)
+        return note.step is not None or note.failed is not None
+
+    def _take_failure(
+        self, worker: int, batch_id: int, seconds: float, how: Failed, answer: Answer
+    ) -> None:
+        """Try the requests of a batch again, or fail them; each gets an error of its own."""
         found = self.scheduler.find(worker, batch_id)
         if found is not None and how is Failed.FATAL and self.settings.mps:
             # Another worker of the GPU may have caused it: the batch is lost with its worker.
-            self._end_device(found, fail().error)
+            self._end_device(found, answer()[0].error)
             return
         has_raised = how is not Failed.FOR_GOOD
         batch = self._take_back(worker, batch_id, seconds, has_raised=has_raised)
@@ -568,7 +580,7 @@ class LocalSession(Session):
         requests = self._after_failure(batch, how) if has_raised else batch.requests
         self._fail_lost(self.scheduler.batch_failed(monotonic(), batch), CALL_FAILED)
         self._advance(monotonic())
-        self._settle(batch, requests, lambda: [fail() for _ in requests])
+        self._settle(batch, requests, lambda: [answer()[0] for _ in requests])
 
     def _note_skipped(self, worker: int, batch_id: int) -> None:
         """Forget a batch that was not computed, because no caller waits for it."""
@@ -672,7 +684,7 @@ class LocalSession(Session):
 
     # The steps of a `SteppedModel`.
 
-    def stepped(self, worker: int, step: Step, seconds: float, answer: Answer) -> None:
+    def _take_step(self, worker: int, step: Step, seconds: float, answer: Answer) -> None:
         """Give the requests of a step their chunks, and answer the streams that have ended."""
         scheduler, find, now = self.scheduler, self.scheduler.find, monotonic()
         heard, ended, grown = step

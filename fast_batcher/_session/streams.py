@@ -1,6 +1,6 @@
 """Streams: requests whose callers get chunks before they end. Event loop's thread.
 
-    stepped --give_chunks--> ChunkQueue <--read-- Stream, the user's
+    reported --give_chunks--> ChunkQueue <--read-- Stream, the user's
        '--note_step--> StreamFigures
 
 A `ChunkQueue` stands in the place of the future of a request, so that a stream is settled once, as

@@ -91,25 +91,21 @@ class Kind:
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
     STOP, PING, LEAVE, PAUSE, RESUME = Order  # without a body; PING is answered with PONG
-    # The values of a batch, inputs or outputs. Inputs of all kinds but the first two are pickled
-    # with their `BatchNote`, as (values, note).
+    # The values of a batch, inputs or outputs. Those of all kinds but the first two are pickled
+    # with their `BatchNote`, as (values, note), or with the `Report` of their worker or None.
     ATOMS = 2  # one pickle of a list of values whose types are in `pickling.ATOMS`
     PART = 4  # a part of a list of items that is larger than one frame; more follow
-    # A list of separately pickled values, or its last part; of outputs also errors. Of inputs also
-    # the pickle of `ATOMS`.
+    # A list of separately pickled values, or its last part; of outputs also errors, and None beside
+    # a report that is about no batch. Also the pickle of `ATOMS`.
     ITEMS = 3
     # Values that lie in shared memory. Of inputs (start, length, sizes, items); of outputs (start,
     # sizes of stream and buffers, which buffers are read-only, items, errors by position).
     SHARED = 7
     ROWS = 8  # inputs that were staged: a list of (layout, start, count)
-    # To a parent, pickled: ids of batches whose inputs have no view left; of the next answer the
-    # elements of the inputs, those of the batch, and the `Step` whose chunks it is, or None.
-    NOTE = 9
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
     PONG = 22
-    FAILED = 23  # pickled: a `Failed`, and one SerializedError for every request of the batch
     LOG = 38  # a log record, from a worker on another machine
 
 
@@ -309,10 +305,9 @@ class BlockingChannel:
         batch_id: int = 0,
         body: bytes = b"",
         seconds: float = 0.0,
-        ahead: bytes = b"",
     ) -> None:
         """Send a frame; block until the pipe has taken all of it."""
-        header = ahead + pack_header(kind, len(body), batch_id, seconds)
+        header = pack_header(kind, len(body), batch_id, seconds)
         if len(body) <= MAX_JOINED:
             self.send_packed(header + body)
         else:

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lend, make_piece
-from fast_batcher._core.values import BatchNote, Failed, Order, Step
+from fast_batcher._core.values import BatchNote, Failed, Order, Report, Step
 from fast_batcher._observers import NO_CONTEXTS, BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, SpareMemory, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_frame
+from fast_batcher._transport.channels import BlockingChannel, Frame, Kind
 from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     OutOfBandPickle,
@@ -52,6 +52,8 @@ from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
 # The frames that answer a batch, as kinds and bodies; one or more.
 Reply = list[tuple[int, Any]]
+# Errors by position.
+Errors = dict[int, SerializedError]
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -69,14 +71,16 @@ class ReplyEncoder:
         )
         self._has_warned = False
 
-    def pack(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
+    def pack(self, outputs: list[Any], errors: Errors, report: Report | None = None) -> Reply:
         """Return the frames that answer a batch."""
         body = None if errors else dump_atoms(outputs, LEAST_SHARED)
+        if body is not None and report is not None:
+            body = dumps((body, report))
         if body is not None and len(body) <= self._max_frame_bytes:
-            return [(Kind.ATOMS, body)]
-        return self._pack_apart(outputs, errors)
+            return [(Kind.ATOMS if report is None else Kind.ITEMS, body)]
+        return self._pack_apart(outputs, errors, report)
 
-    def _pack_apart(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
+    def _pack_apart(self, outputs: list[Any], errors: Errors, report: Report | None) -> Reply:
         """Return the frames for outputs that are pickled one by one."""
         describe_errors(outputs, errors)
         if errors:
@@ -85,10 +89,10 @@ class ReplyEncoder:
         if isinstance(pickled, OutOfBandPickle):
             start = self._put(pickled, errors)
             if start is not None:
-                where = (start, pickled.sizes, pickled.find_frozen(), pickled.items)
-                return [(Kind.SHARED, dumps((*where, errors)))]
+                where = (start, pickled.sizes, pickled.find_frozen(), pickled.items, errors)
+                return [(Kind.SHARED, dumps((where, report)))]
             pickled = [pickle_output(output) for output in outputs]
-        return self._pack_items(pickled, errors)
+        return self._pack_items([errors.get(at, item) for at, item in enumerate(pickled)], report)
 
     def give_back_unused(self) -> None:
         """Return memory that no answer has used recently to the system. Call it while idle."""
@@ -104,21 +108,14 @@ class ReplyEncoder:
             forget_frames(error)
             return [pickle_output(output) for output in outputs]
 
-    def _pack_items(
-        self, items: Sequence[bytes | SerializedError], errors: dict[int, SerializedError]
-    ) -> Reply:
+    def _pack_items(self, items: Sequence[bytes | SerializedError], report: Report | None) -> Reply:
         """Return the frames for outputs that have been pickled one by one."""
-        if not errors:
-            body = dumps(items)
-            if len(body) <= self._max_frame_bytes:
-                return [(Kind.ITEMS, body)]
-        outcomes = [
-            errors[at] if at in errors else limit_output(item, self._max_frame_bytes)
-            for at, item in enumerate(items)
-        ]
-        bodies = list(pickling.fragment(outcomes, self._max_frame_bytes))
-        earlier = [(Kind.PART, body) for body in bodies[:-1]]
-        return [*earlier, (Kind.ITEMS, bodies[-1])]
+        most = self._max_frame_bytes
+        body = dumps((items, report))
+        if len(body) <= most:
+            return [(Kind.ITEMS, body)]
+        parts = pickling.fragment([limit_output(item, most) for item in items], most)
+        return [*((Kind.PART, part) for part in parts), (Kind.ITEMS, dumps(([], report)))]
 
     def _has_outbox(self) -> bool:
         """Return whether there is an outbox; warn once if it could not be made."""
@@ -126,7 +123,7 @@ class ReplyEncoder:
             self._warn(f"{self._no_outbox}")
         return self._outbox is not None
 
-    def _put(self, pickled: OutOfBandPickle, errors: dict[int, SerializedError]) -> int | None:
+    def _put(self, pickled: OutOfBandPickle, errors: Errors) -> int | None:
         """Put pickled outputs into the outbox; return their start, or None if there is no room."""
         assert self._outbox is not None, "the caller has asked"
         # The errors go into the frame, next to the location of the outputs.
@@ -155,7 +152,7 @@ class ReplyEncoder:
             )
 
 
-def describe_errors(outputs: list[Any], errors: dict[int, SerializedError]) -> None:
+def describe_errors(outputs: list[Any], errors: Errors) -> None:
     """Add the exceptions among the outputs to the errors by position."""
     # The check uses `type`: `isinstance` asks `__class__`, which is the user's code.
     if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
@@ -294,8 +291,8 @@ class BatchJob:
     """A batch in the worker, from its arrival to its answer."""
 
     __slots__ = (
-        *("batch_id", "contexts", "cost", "elements", "errors", "failure", "inputs", "method"),
-        *("outputs", "pieces", "seconds", "sessions"),
+        *("batch_id", "contexts", "cost", "elements", "errors", "failed", "inputs", "method"),
+        *("outputs", "pieces", "seconds", "sessions", "step"),
     )
 
     def __init__(self, batch_id: int) -> None:
@@ -312,16 +309,16 @@ class BatchJob:
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
         # The errors, by position in the batch.
-        self.errors: dict[int, SerializedError] = {}
+        self.errors: Errors = {}
         # Shared memory of the inputs, for `stack`.
         self.pieces: list[Piece] = []
-        # The error of all requests of the batch, None for a skipped one; None while it is not known
-        # to have failed.
-        self.failure: tuple[Failed, SerializedError | None] | None = None
+        # Set if the whole batch has failed; its error is the first.
+        self.failed: Failed | None = None
         # Seconds in the method.
         self.seconds = 0.0
-        # Elements of the inputs, and of the batches of a collation; 0 where nothing is filled.
+        # As in `Report`.
         self.elements = (0, 0)
+        self.step: Step | None = None
 
     @classmethod
     def make_ping(cls) -> "BatchJob":
@@ -346,19 +343,14 @@ class BatchJob:
         found = dict(zip(self.list_open(len(outputs)), outputs, strict=True))
         return [found.get(at) for at in range(len(found) + len(self.errors))]
 
-    def fail(self, how: Failed, error: SerializedError | None) -> None:
+    def fail(self, how: Failed, *error: SerializedError) -> None:
         """Answer all requests of the batch with an error."""
-        self.inputs, self.outputs, self.errors = [], [], {}
-        self.failure = how, error
-
-    @property
-    def how(self) -> Failed | None:
-        """Consequence of its error, None without one."""
-        return None if self.failure is None else self.failure[0]
+        self.inputs, self.outputs, self.errors = [], [], dict(enumerate(error))
+        self.failed = how
 
     def skip(self) -> None:
         """Answer that the batch was not computed."""
-        self.fail(Failed.SKIPPED, None)
+        self.fail(Failed.SKIPPED)
         # The sessions go on: their states have not changed.
         self.pieces, self.sessions = [], ()
 
@@ -391,10 +383,7 @@ class WorkerPort(Protocol):
         """Return whether `receive` need not wait."""
 
     def answer(self, job: BatchJob) -> None:
-        """Answer a batch."""
-
-    def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
-        """Send the chunks of a step, and end streams."""
+        """Answer a batch; or send the chunks of a step, and end streams."""
 
     def report_freed(self) -> None:
         """Report the batches whose inputs in shared memory have no view left."""
@@ -468,21 +457,21 @@ class FramePort:
             forget_frames(error)
 
     def answer(self, job: BatchJob) -> None:
-        """Send the outputs of a batch, or its error."""
-        if job.failure is not None:
-            frames = self._pack_other(job)
-        else:
-            outputs, job.outputs = job.outputs, []
-            frames = self._encoder.pack(job.spread(outputs) if job.errors else outputs, job.errors)
-            del outputs
+        """Send the outputs of a batch, or its error; or the answer to a ping."""
+        if job.batch_id == PING_ID:
+            self._answer_ping()
+            return
+        inputs, report = self._inputs, None
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
-        inputs = self._inputs
-        ahead = b""
-        if inputs.freed or inputs.forks or job.elements[1]:
-            ahead = pack_frame(Kind.NOTE, dumps((inputs.take_freed(), *job.elements, None)))
+        if job.failed or job.step or job.elements[1] or inputs.freed or inputs.forks:
+            report = Report(job.failed, job.elements, job.step, inputs.take_freed())
+        outputs, job.outputs = job.outputs, []
+        if job.errors:
+            outputs = job.spread(outputs)
+        frames = self._encoder.pack(outputs, job.errors, report)
+        del outputs
         for kind, body in frames:
-            self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
-            ahead = b""
+            self._channel.send(kind, job.batch_id, body, job.seconds)
         # The outputs may have been the last views.
         if inputs.freed or inputs.forks:
             self.report_freed()
@@ -495,28 +484,17 @@ class FramePort:
         # Once a second: PyTorch takes up to 0.1 ms.
         self._reads_gpu_at = monotonic() + 1.0 if count else None
 
-    def _pack_other(self, job: BatchJob) -> Reply:
-        if job.batch_id != PING_ID:
-            return [(Kind.FAILED, dumps(job.failure))]
+    def _answer_ping(self) -> None:
         self._encoder.give_back_unused()
         self._inputs.spare.rest()
         self._read_gpu()
-        return [(Kind.PONG, b"")]
-
-    def answer_step(self, step: Step, chunks: list[Any], seconds: float) -> None:
-        """Send the chunks as an answer; a note before it names the streams."""
-        ahead = pack_frame(Kind.NOTE, dumps(([], 0, 0, step)))
-        for kind, body in self._encoder.pack(chunks, {}):
-            self._channel.send(kind, 0, body, seconds, ahead)
-            ahead = b""
-        if self._reads_gpu_at is not None and monotonic() >= self._reads_gpu_at:
-            self._read_gpu()
+        self._channel.send(Kind.PONG)
 
     def report_freed(self) -> None:
-        """Send a note, if there is something to report."""
+        """Send a report, if there is something to report."""
         freed = self._inputs.take_freed()
         if freed:
-            self._channel.send(Kind.NOTE, body=dumps((freed, 0, 0, None)))
+            self._channel.send(Kind.ITEMS, body=dumps((None, Report(freed=freed))))
 
 
 class BatchLoop:
@@ -547,7 +525,7 @@ class BatchLoop:
             if isinstance(arrived, BatchJob):
                 self.compute(arrived)
                 self._port.answer(arrived)
-                if arrived.failure is not None and arrived.how is Failed.FATAL:
+                if arrived.failed is Failed.FATAL:
                     return
             elif not self.obey(arrived):
                 return
@@ -567,9 +545,9 @@ class BatchLoop:
 
     def compute(self, job: BatchJob) -> None:
         """Call the model's method on a batch, and end the sessions of a batch that has failed."""
-        if job.failure is None:
+        if job.failed is None:
             self._call_method(job)
-        if job.failure is not None and isinstance(infer := self._models["infer"], SessionInfer):
+        if job.failed is not None and isinstance(infer := self._models["infer"], SessionInfer):
             infer.fail(job.sessions)
 
     def _call_method(self, job: BatchJob) -> None:

@@ -136,7 +136,7 @@ class StageLoop:
             if job.method == "infer":
                 calls = self._stages.call(_pass_errors(self._stages.finish), job.outputs)
             self._computed.put((job, calls))
-            if job.how is Failed.FATAL:
+            if job.failed is Failed.FATAL:
                 self._computed.put((None, None))
                 return
             del job, calls

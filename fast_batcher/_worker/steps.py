@@ -153,15 +153,13 @@ class StepLoop:
             self._paused.discard(batch_id)
         # It leaves, because no caller waits; it may have ended meanwhile.
         elif batch_id in self._states or batch_id in self._newcomers:
-            job = self._newcomers.pop(batch_id, None) or BatchJob(batch_id)
-            self._release([batch_id])
-            job.skip()
-            self._port.answer(job)
+            self._newcomers.pop(batch_id, None)
+            self._fail(batch_id, Failed.SKIPPED)
 
     def _welcome(self, job: BatchJob) -> None:
-        if job.failure is None and job.errors:
+        if job.failed is None and job.errors:
             job.fail(Failed.FOR_GOOD, job.errors[0])
-        if job.failure is None:
+        if job.failed is None:
             self._newcomers[job.batch_id] = job
             if self._most_cost < inf:
                 self._costs[job.batch_id] = job.cost
@@ -227,12 +225,12 @@ class StepLoop:
             self._fail(batch_id, earlier, failure)
         self._fail(batch_ids[-1], how, failure)
 
-    def _fail(self, batch_id: int, how: Failed, failure: SerializedError) -> None:
+    def _fail(self, batch_id: int, how: Failed, *failure: SerializedError) -> None:
         """End a stream with an error."""
         self._is_fatal |= how is Failed.FATAL
         self._release([batch_id])
         job = BatchJob(batch_id)
-        job.fail(how, failure)
+        job.fail(how, *failure)
         self._port.answer(job)
 
     def _evict(self, batch_id: int, failure: SerializedError) -> None:
@@ -308,4 +306,6 @@ class StepLoop:
         if not (heard or ended or grown) and now < self._sent_at + SILENCE:
             return
         self._sent_at = now
-        self._port.answer_step((heard, ended, grown), chunks, now - began)
+        job = BatchJob(0)
+        job.step, job.outputs, job.seconds = (heard, ended, grown), chunks, now - began
+        self._port.answer(job)

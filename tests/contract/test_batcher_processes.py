@@ -148,6 +148,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
         b"fbt1" + b"\x12\0\0\0" + b"\0\0\0\0\0\0\0\x80" + bytes(16),
         "is replaced",
     ),
+    "no pickle": (pack(Kind.ITEMS, 0, b"garbage"), "is replaced"),
     "an answer to no batch": (
         pack(Kind.ATOMS, 12345, pickling.dumps(["forged"])),
         "a worker answered batch 12345, which it does not have",

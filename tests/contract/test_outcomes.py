@@ -40,7 +40,7 @@ async def test_wrong_number_of_outcomes_breaks_the_protocol(count: int) -> None:
         (batch,) = session.scheduler.list_batches()
         message = f"{count} outcomes came back for 2 requests"
         with pytest.raises(TransportError, match=message):
-            session.answered(batch.worker, batch.id, 0.0, lambda: ["a"] * count)
+            session.reported(batch.worker, batch.id, 0.0, lambda: ["a"] * count)
         for call in calls:
             with pytest.raises(TransportError, match=message):
                 await call

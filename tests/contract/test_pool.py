@@ -102,7 +102,9 @@ class Told:
     def idle_workers(self) -> list[int]:
         return []
 
-    def answered(self, worker: int, batch_id: int, seconds: float, answer: Answer) -> None:
+    def reported(
+        self, worker: int, batch_id: int, seconds: float, answer: Answer, report: Any = None
+    ) -> None:
         self._tell("answer", answer())
 
     def count(self, event: str) -> int:

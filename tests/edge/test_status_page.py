@@ -32,7 +32,7 @@ from fast_batcher._session.life import END_SIGNALS
 from fast_batcher.errors import ConfigurationError, QueueFullError
 from fast_batcher.fastapi import status_router
 from fast_batcher.fastapi.errors import RecentErrors
-from fast_batcher.fastapi.status.page import MOST_EVENTS, Report, Streams
+from fast_batcher.fastapi.status.page import MOST_EVENTS, PageData, Streams
 from fast_batcher.fastapi.status.recorder import Recorder, quantiles
 from fast_batcher.observing import AnsweredRequest, BatchAnswered, WorkerChange, WorkerChanged
 
@@ -41,12 +41,12 @@ __all__ = ["hosts", "serve"]
 PATHS = ("/inside/batchers", "/inside/batchers.json", "/inside/batchers/events")
 
 
-def read_one(report: Report) -> dict[str, Any]:
+def read_one(report: PageData) -> dict[str, Any]:
     (found,) = report.read()["batchers"]
     return dict(found)
 
 
-def problems_of(report: Report) -> list[tuple[str, str]]:
+def problems_of(report: PageData) -> list[tuple[str, str]]:
     return [(one["level"], one["text"]) for one in read_one(report)["problems"]]
 
 
@@ -105,7 +105,7 @@ def test_page_data_equal_statistics_without_model_text() -> None:
 @pytest.mark.slow
 async def test_a_problem_is_told_while_it_lasts(gate: Gate) -> None:
     batcher = DynBatcher(Gated, 1, model_args=(gate.path,), max_queue_size=2, auto_open=False)
-    report = Report((batcher,))
+    report = PageData((batcher,))
     assert problems_of(report) == [("warning", "Not opened yet")]
     async with batcher:
         assert problems_of(report) == []
@@ -136,7 +136,7 @@ async def test_a_problem_is_told_while_it_lasts(gate: Gate) -> None:
 async def test_only_lost_worker_is_shown_as_problem() -> None:
     crashing = DynBatcher(Crashes, idempotent=False)
     recycling = DynBatcher(Echo, max_batches_per_worker=1)
-    reports = [Report((one,)) for one in (crashing, recycling)]
+    reports = [PageData((one,)) for one in (crashing, recycling)]
     async with crashing, recycling:
         await outcome(call(crashing, "exit 3"))
         assert problems_of(reports[0])[0] == ("critical", "No worker is ready: calls wait")
@@ -158,7 +158,7 @@ async def test_follower_shows_problems_of_shared_counts(hosts: Hosts) -> None:
     """The first client of the host gets the events; the page of the second has the counts."""
     options: Any = {"shared": "test", "idempotent": False, "restart_backoff": 0.01}
     reporter, follower = (DynBatcher(Crashes, **options) for _ in "12")
-    reports = [Report((one,)) for one in (reporter, follower)]
+    reports = [PageData((one,)) for one in (reporter, follower)]
     async with reporter, follower:
         await until(lambda: read_one(reports[0])["is_reporter"])
         assert problems_of(reports[1]) == []
@@ -191,7 +191,7 @@ async def test_follower_shows_problems_of_shared_counts(hosts: Hosts) -> None:
 @pytest.mark.slow
 async def test_rejections_are_no_requests_per_second(gate: Gate) -> None:
     batcher = DynBatcher(Gated, 1, model_args=(gate.path,), max_queue_size=1)
-    report = Report((batcher,))
+    report = PageData((batcher,))
     async with batcher:
         calls = [call(batcher, number) for number in range(9)]
         await gate.visit()
@@ -219,7 +219,7 @@ def test_equal_errors_are_one_line_with_their_count() -> None:
 @pytest.mark.slow
 async def test_broken_batcher_is_shown_without_model_text() -> None:
     batcher = DynBatcher(RaisesOnLoad, auto_open=False)
-    report = Report((batcher,))
+    report = PageData((batcher,))
     await outcome(asyncio.create_task(batcher.open()))
     try:
         (problem,) = read_one(report)["problems"]

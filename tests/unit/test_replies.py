@@ -41,8 +41,8 @@ def outcomes_in(frames: list[tuple[int, bytes]]) -> list[Any]:
     assert all(len(body) <= MAX_FRAME_BYTES for _, body in frames)
     return [
         loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
-        for _, body in frames
-        for item in loads(body)
+        for kind, body in frames
+        for item in (loads(body) if kind == Kind.PART else loads(body)[0])
     ]
 
 

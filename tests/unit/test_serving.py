@@ -107,9 +107,9 @@ def serves(model: Any) -> pytest.MarkDecorator:
 
 
 def failure_in(frame: Frame, expected: Failed) -> Any:
-    assert frame.kind == Kind.FAILED
-    how, error = pickling.loads(frame.body)
-    assert how is expected
+    assert frame.kind == Kind.ITEMS
+    (error,), report = pickling.loads(frame.body)
+    assert report.failed is expected
     return SerializedError(*error).to_error()
 
 
@@ -120,7 +120,7 @@ def outcomes_in(frame: Frame) -> list[Any]:
     assert frame.kind == Kind.ITEMS
     return [
         pickling.loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
-        for item in pickling.loads(frame.body)
+        for item in pickling.loads(frame.body)[0]
     ]
 
 

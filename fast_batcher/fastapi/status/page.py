@@ -1,7 +1,7 @@
 """The data of the status page, what is wrong with the batchers, and the routes. API process.
 
     find_problems  what is wrong, in plain words, worst first
-    Report         the page's data, as JSON
+    PageData       the page's data, as JSON
     Streams        the open pages, which must not keep the server from ending
     status_router  the routes
 
@@ -311,7 +311,7 @@ class BatcherReport:
         }
 
 
-class Report:
+class PageData:
     """The figures of this process and of its batchers."""
 
     def __init__(self, batchers: tuple[DynBatcher[Any, Any], ...]) -> None:
@@ -457,7 +457,7 @@ def status_router(
         include_in_schema=include_in_schema,
         tags=["status"],
     )
-    report, streams = Report(batchers), Streams()
+    report, streams = PageData(batchers), Streams()
 
     @router.get("/batchers", response_class=HTMLResponse)
     async def page() -> Response:
