@@ -67,8 +67,8 @@ from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Loop
 from fast_batcher._session.outcomes import CostEvaluator, timeout_of
 from fast_batcher._session.session import Session
 from fast_batcher._shared_memory.inputs import Slab, Slabs
-from fast_batcher._transport.channels import HostKind
-from fast_batcher._transport.pickling import dump_atoms, dumps, measure_size, one_line
+from fast_batcher._transport.channels import Kind
+from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -376,7 +376,7 @@ class RemoteSession(Session):
         self._room -= len(requests)
         ids = [request.id for request in requests]
         contexts = self._ledger.observers.carry(requests) if self._followers else None
-        self._link.send(HostKind.CALLS, dumps((ids, inputs, pack_options(requests), contexts)))
+        self._link.send(Kind.ITEMS, dumps((ids, inputs, pack_options(requests), contexts)))
 
     def _resend(self, request_id: int) -> None:
         """Send the input of a request once more: the worker that had it in its memory is dead."""
@@ -397,9 +397,7 @@ class RemoteSession(Session):
 
     def _list_handlers(self) -> Handlers:
         return {
-            HostKind.ANSWERS: self._answer,
-            HostKind.ITEM_ANSWERS: functools.partial(self._answer, read=_read_outcome),
-            HostKind.CHUNKS: self._take_chunks,
+            Kind.ITEMS: self._take_chunks if self._model.spec.is_stepped else self._answer,
             messages.FreedInputs: self._inputs.free,
             messages.Resend: self._resend,
             messages.Unplaced: self._note_unplaced,
@@ -414,23 +412,19 @@ class RemoteSession(Session):
         }
 
     def _answer(
-        self,
-        ids: list[int],
-        outcomes: list[Any],
-        room: tuple[int, int],
-        read: Callable[[Any], Any] | None = None,
+        self, ids: list[int], values: bytes | list[Any], _: list[Any], room: tuple[int, int]
     ) -> None:
-        """Give callers the outcomes of their requests, which `read` unpacks.
+        """Give callers the outcomes of their requests.
 
         `room` has the room that the host's queue had, and the requests that the host had received.
         """
         self._room = room[0] - (self._sent - room[1])
-        calls = self._open
-        for request_id, packed in zip(ids, outcomes, strict=True):
+        calls, (values, read) = self._open, _open_values(values)
+        for request_id, packed in zip(ids, values, strict=True):
             request = calls.remove(request_id)
             if request is None or not settle(request):
                 continue
-            outcome = packed if read is None else read(packed)
+            outcome = read(packed)
             if type(outcome) is Failure:
                 set_exception(request, outcome.error)
             else:
@@ -441,18 +435,23 @@ class RemoteSession(Session):
     def _take_chunks(
         self,
         ids: list[int],
-        chunks: list[Any],
+        values: bytes | list[Any],
         ended: list[tuple[int, Any]],
         room: tuple[int, int],
     ) -> None:
         """Give streams their chunks, and end the ended ones; `room` as for `_answer`."""
         self._room = room[0] - (self._sent - room[1])
-        for request_id, packed in zip(ids, chunks, strict=True):
+        values, read = _open_values(values)
+        for request_id, packed in zip(ids, values, strict=True):
             request = self._open.find(request_id)
-            failure = None if request is None else self._streams.put(request, packed)
-            if request is not None and failure is not None:
-                set_exception(request, failure.error)
+            if request is None:
+                continue
+            chunk = read(packed)
+            if type(chunk) is Failure:
+                set_exception(request, chunk.error)
                 self.abandon(request)
+            else:
+                self._streams.put(request, chunk)
         for request_id, packed in ended:
             request = self._open.remove(request_id)
             if request is not None and settle(request):
@@ -913,6 +912,13 @@ def end_forgotten_sessions() -> None:
             has_ended.wait(grace + END_GRACE)
         else:
             session.end(grace)
+
+
+def _open_values(values: bytes | list[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Return the values of a frame, and the function that reads one of them."""
+    if isinstance(values, bytes):
+        return loads(values), lambda value: value
+    return values, _read_outcome
 
 
 def _read_outcome(packed: bytes | tuple[Any, ...]) -> Any:

@@ -31,7 +31,7 @@ from fast_batcher._identity import describe_model, digest, find_module_file, lis
 from fast_batcher._parent.staging import JobThread
 from fast_batcher._process import monotonic
 from fast_batcher._session.life import LiveSettings
-from fast_batcher._transport.channels import HEADER_SIZE, HostKind, LoopChannel, unpack_header
+from fast_batcher._transport.channels import HEADER_SIZE, Kind, LoopChannel, unpack_header
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import (
@@ -230,7 +230,7 @@ class HostLink:
 
     def tell(self, message: tuple[Any, ...]) -> None:
         """Send a message without waiting; without a host it is dropped."""
-        self.send(HostKind.MESSAGE, dumps(message))
+        self.send(Kind.MESSAGE, dumps(message))
 
     def read_all(self) -> None:
         """Handle the frames that have arrived. Do not call it while a frame is handled."""

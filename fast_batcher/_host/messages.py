@@ -3,9 +3,8 @@
     API process                                   host
     Hello: settings, model                  -->   starts the workers, unless it has them
                                             <--   Welcome: its process, a range of shared memory
-    CALLS: ids, inputs, options, contexts   -->
-                                            <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
-                                            <--   CHUNKS: ids, chunks, ends of streams, room
+    ITEMS: ids, inputs, options, contexts   -->
+                                            <--   ITEMS: ids, outcomes, ends of streams, room
     Abandon, EndSessions, StreamsRead       -->
     Observe, Ping                           -->
                                             <--   StateSent, FreedInputs, Log, Told, Followed
@@ -23,9 +22,10 @@
     Goodbye                                 -->
                                             <--   StateSent, the last message
 
-The requests of one turn of an event loop are one frame, and so are the answers and the chunks:
-these four have frames of their own. Every other message is a pickled named tuple, and its type
-names it. `dispatch` calls the handler of a frame on both sides.
+The requests of one turn of an event loop are one frame, and so are the outcomes, which are chunks
+if the model is stepped. Inputs and outcomes are one pickle of a list of `pickling.ATOMS`, or a list
+of packed values. Every other message is a pickled named tuple, and its type names it. `dispatch`
+calls the handler of a frame on both sides.
 
 Both processes run the same version of the library, with the same settings. The host unpickles only
 what this module defines, and `pickling.ATOMS`: other inputs and outputs, and exceptions of the app,
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._session.life import Changes
-from fast_batcher._transport.channels import Frame, HostKind, pack_frame
+from fast_batcher._transport.channels import Frame, Kind, pack_frame
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.observing import (
     BatchAnswered,
@@ -55,13 +55,13 @@ Handlers = Mapping[int | type, Callable[..., object]]
 
 def pack_message(message: tuple[Any, ...]) -> bytes:
     """Pack a message as a whole frame, for a socket that has no channel yet."""
-    return pack_frame(HostKind.MESSAGE, dumps(message))
+    return pack_frame(Kind.MESSAGE, dumps(message))
 
 
 def dispatch(frame: Frame, handlers: Handlers) -> None:
     """Call the handler of a frame; raise KeyError if the sender broke the protocol."""
     parts = loads(frame.body)
-    handlers[type(parts) if frame.kind == HostKind.MESSAGE else frame.kind](*parts)
+    handlers[type(parts) if frame.kind == Kind.MESSAGE else frame.kind](*parts)
 
 
 class Generation(NamedTuple):

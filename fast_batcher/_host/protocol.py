@@ -11,7 +11,6 @@ from typing import Any
 from fast_batcher._core.values import Failure, Group, Request, SessionPlace
 from fast_batcher._session.streams import ChunkSink
 from fast_batcher._transport.pickling import (
-    ATOMS,
     PROTOCOL,
     Measured,
     SerializedError,
@@ -129,7 +128,7 @@ def measure_packed(packed: bytes | tuple[Any, ...]) -> int:
 
 
 def pack_outcome(outcome: Any) -> bytes | tuple[Any, ...]:
-    """Pack an outcome of any kind for ITEM_ANSWERS."""
+    """Pack an outcome of any kind."""
     if type(outcome) is Pickled:
         return outcome.data
     if isinstance(outcome, OpaqueError):
@@ -137,11 +136,6 @@ def pack_outcome(outcome: Any) -> bytes | tuple[Any, ...]:
     if isinstance(outcome, BaseException):
         return (dumps(outcome),)
     return dumps(outcome)
-
-
-def is_atom(outcome: Any) -> bool:
-    """Return whether an outcome may be in ANSWERS."""
-    return type(outcome) in ATOMS
 
 
 def unpack_failure(packed: tuple[Any, ...]) -> Failure:

@@ -1,81 +1,21 @@
 """Streams of a shared batcher: chunks on their way from the host to an API process.
 
-    host          give_chunks --put--> HostStream --> ChunkSender --CHUNKS--> API process
+    host          give_chunks --put--> HostStream --> OutcomeSender --ITEMS--> API process
     API process   RemoteStreams --put--> ChunkQueue --read--> Stream --StreamsRead--> host
 
-The chunks that a process gets in one turn of the host's event loop are one frame. The host counts
-the chunks that were not read, and pauses a stream, as a session does in a process of its own.
+The host counts the chunks that were not read, and pauses a stream, as a session does in a process
+of its own.
 """
 
 import functools
-from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from contextvars import Context
 from typing import Any
 
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.values import Failure, Request
-from fast_batcher._host.protocol import (
-    FRAME_SIZE,
-    measure_packed,
-    pack_outcome,
-    unpack_failure,
-)
-from fast_batcher._parent.sending import decode
+from fast_batcher._host.protocol import unpack_failure
 from fast_batcher._session.ledger import set_result
 from fast_batcher._session.streams import ChunkQueue, ChunkSink
-from fast_batcher._transport.channels import HostKind
-from fast_batcher._transport.pickling import dumps
-
-
-class ChunkSender:
-    """Sends an API process the chunks of a turn of the loop together. Host process."""
-
-    def __init__(
-        self,
-        loop: AbstractEventLoop,
-        send: Callable[[int, bytes], None],
-        find_room: Callable[[], tuple[int, int]],
-    ) -> None:
-        self._loop = loop
-        self._send = send
-        self._find_room = find_room
-        self._is_scheduled = False
-        self._ids: list[int] = []
-        self._chunks: list[Any] = []
-        self._ended: list[tuple[int, Any]] = []
-
-    def put(self, request_id: int, chunk: Any) -> None:
-        """Add a chunk."""
-        self._ids.append(request_id)
-        self._chunks.append(pack_outcome(chunk))
-        self._flush_soon()
-
-    def end(self, request_id: int, error: BaseException | None) -> None:
-        """Add the end of a stream, behind its chunks."""
-        self._ended.append((request_id, None if error is None else pack_outcome(error)))
-        self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._flush, context=Context())
-
-    def _flush(self) -> None:
-        """Send frames that are not longer than necessary."""
-        self._is_scheduled = False
-        room = self._find_room()
-        ids, chunks, ended = self._ids, self._chunks, self._ended
-        self._ids, self._chunks, self._ended = [], [], []
-        begin = size = 0
-        for position, chunk in enumerate(chunks, 1):
-            size += measure_packed(chunk)
-            if size >= FRAME_SIZE:
-                part = ids[begin:position], chunks[begin:position]
-                self._send(HostKind.CHUNKS, dumps((*part, [], room)))
-                begin, size = position, 0
-        if ended or begin < len(chunks):
-            self._send(HostKind.CHUNKS, dumps((ids[begin:], chunks[begin:], ended, room)))
 
 
 class HostStream(ChunkSink):
@@ -123,21 +63,17 @@ class RemoteStreams:
         # Chunks that were read since the last `StreamsRead`, by the request's id.
         self._reads: dict[int, int] = {}
 
-    def put(self, request: Request, packed: Any) -> Failure | None:
-        """Give a request its next chunk; return the failure of one that cannot be unpickled."""
-        chunk = decode(packed)
-        if type(chunk) is Failure:
-            return chunk
+    def put(self, request: Request, chunk: Any) -> None:
+        """Give a request its next chunk."""
         queue = request.caller
         if type(queue) is not ChunkQueue:
             self._whole.setdefault(request, []).append(chunk)
-            return None
+            return
         if not request.has_chunks:
             request.has_chunks = True
             self._calls.begin_stream(request)
             queue.watch(functools.partial(self._note_read, request.id))
         queue.put(chunk)
-        return None
 
     def end(self, request: Request, packed: Any) -> Failure | None:
         """End a settled request; return its failure, if it has one."""

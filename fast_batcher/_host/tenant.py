@@ -22,20 +22,20 @@ from fast_batcher._host.protocol import (
     OpaqueError,
     OpaqueRefusal,
     Pickled,
-    is_atom,
     measure_packed,
     pack_outcome,
 )
-from fast_batcher._host.streams import ChunkSender, HostStream, WholeAnswer
+from fast_batcher._host.streams import HostStream, WholeAnswer
 from fast_batcher._observers import Carried, restore_context
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.channels import HostKind, LoopChannel
+from fast_batcher._transport.channels import Kind, LoopChannel
 from fast_batcher._transport.pickling import (
     Measured,
     OutOfBandPickler,
     SerializedError,
+    dump_atoms,
     dumps,
     loads,
 )
@@ -149,6 +149,61 @@ ANSWER_TIMEOUT = 5.0
 MOST_NEWS = 256
 
 
+class OutcomeSender:
+    """Sends an API process the outcomes and chunks of a turn of the loop together."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        send: Callable[[int, bytes], None],
+        begin_flush: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._loop = loop
+        self._send = send
+        # Called before each flush: returns the room.
+        self._begin_flush = begin_flush
+        self._is_scheduled = False
+        self._ids: list[int] = []
+        self._values: list[Any] = []
+        self._ended: list[tuple[int, Any]] = []
+
+    def put(self, request_id: int, value: Any) -> None:
+        """Add an outcome or a chunk."""
+        self._ids.append(request_id)
+        self._values.append(value)
+        self._flush_soon()
+
+    def end(self, request_id: int, error: BaseException | None) -> None:
+        """Add the end of a stream, behind its chunks."""
+        self._ended.append((request_id, None if error is None else pack_outcome(error)))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._flush, context=Context())
+
+    def _flush(self) -> None:
+        """Send frames that are not longer than necessary."""
+        self._is_scheduled = False
+        room = self._begin_flush()
+        ids, values, ended = self._ids, self._values, self._ended
+        self._ids, self._values, self._ended = [], [], []
+        body = dump_atoms(values, FRAME_SIZE)
+        if body is not None:
+            self._send(Kind.ITEMS, dumps((ids, body, ended, room)))
+            return
+        packed = [pack_outcome(value) for value in values]
+        begin = size = 0
+        for position, value in enumerate(packed, 1):
+            size += measure_packed(value)
+            is_last = position == len(packed)
+            if is_last or size >= FRAME_SIZE:
+                part = ids[begin:position], packed[begin:position], ended if is_last else []
+                self._send(Kind.ITEMS, dumps((*part, room)))
+                begin, size = position, 0
+
+
 class HostCaller:
     """The caller of a request in an API process, for the ledger."""
 
@@ -195,17 +250,13 @@ class Tenant:
         self._received = 0
         # Inputs that were asked for once more, by the request's id.
         self._asked: dict[int, RowInput] = {}
-        # Answers of this turn of the loop.
-        self._ids: list[int] = []
-        self._outcomes: list[Any] = []
-        self._are_atoms = True
-        self._chunks = ChunkSender(loop, self.send, lambda: self._room)
+        self._sender = OutcomeSender(loop, self.send, self._begin_flush)
         # Ids of requests whose rows no worker views any more; any thread may append.
         self._freed: deque[int] = deque()
         # Rows that workers may view.
         self._rows = 0
         self._handlers: dict[int | type, Callable[..., object]] = {
-            HostKind.CALLS: self._submit,
+            Kind.ITEMS: self._submit,
             messages.Abandon: self._abandon,
             messages.EndSessions: self._end_sessions,
             messages.StreamsRead: self._note_reads,
@@ -242,7 +293,7 @@ class Tenant:
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, HostCaller(self, request_id))
             if session.is_stepped:
-                request.caller = WholeAnswer(request_id, self._chunks.put, self._end_stream)
+                request.caller = WholeAnswer(request_id, self._sender.put, self._end_stream)
             if position in options:
                 self._apply(request_id, request, *options[position])
             if type(value) is RowInput:
@@ -309,7 +360,7 @@ class Tenant:
             request.session, place.may_begin = place, may_begin
             self.session.begin_session()
         if is_stream:
-            request.caller = HostStream(request_id, self._chunks.put, self._end_stream)
+            request.caller = HostStream(request_id, self._sender.put, self._end_stream)
 
     def _unpack(self, request_id: int, packed: Any) -> Any:
         if isinstance(packed, bytes):
@@ -347,43 +398,16 @@ class Tenant:
     def _end_stream(self, request_id: int, error: BaseException | None) -> None:
         """Send the end of a stream, behind its chunks."""
         self._requests.pop(request_id, None)
-        self._chunks.end(request_id, error)
+        self._sender.end(request_id, error)
 
     def answer(self, request_id: int, outcome: Any) -> None:
         """Send an outcome with the others of this turn of the loop."""
         self._requests.pop(request_id, None)
-        if self.is_gone:
-            return
-        if not self._ids:
-            self._loop.call_soon(self._flush, context=Context())
-        self._ids.append(request_id)
-        self._outcomes.append(outcome)
-        if not is_atom(outcome):
-            self._are_atoms = False
+        self._sender.put(request_id, outcome)
 
-    def _flush(self) -> None:
-        ids, outcomes, are_atoms = self._ids, self._outcomes, self._are_atoms
-        self._ids, self._outcomes, self._are_atoms = [], [], True
+    def _begin_flush(self) -> tuple[int, int]:
+        """Report free rows; return the requests with room in the queue, and those that arrived."""
         self.report_freed()
-        if are_atoms:
-            self.send(HostKind.ANSWERS, dumps((ids, outcomes, self._room)))
-        else:
-            packed = [pack_outcome(outcome) for outcome in outcomes]
-            self._send_items(ids, packed)
-
-    def _send_items(self, ids: list[int], packed: list[Any]) -> None:
-        """Send outcomes in frames that are not longer than necessary."""
-        begin = size = 0
-        for position, outcome in enumerate(packed, 1):
-            size += measure_packed(outcome)
-            if size >= FRAME_SIZE or position == len(packed):
-                body = dumps((ids[begin:position], packed[begin:position], self._room))
-                self.send(HostKind.ITEM_ANSWERS, body)
-                begin, size = position, 0
-
-    @property
-    def _room(self) -> tuple[int, int]:
-        """Requests for which the queue has room, and requests that have arrived."""
         return self._find_room(), self._received
 
     def report_freed(self) -> None:
@@ -411,7 +435,7 @@ class Tenant:
 
     def tell(self, message: tuple[Any, ...]) -> None:
         """Send a message without waiting; dropped if the process is gone."""
-        self.send(HostKind.MESSAGE, dumps(message))
+        self.send(Kind.MESSAGE, dumps(message))
 
     def tell_soon(self, message: tuple[Any, ...]) -> None:
         """Send a message after the answers of this turn of the loop."""

@@ -107,7 +107,7 @@ class BatchSender:
         began_at = monotonic()
         try:
             pickled = self._pickler.pickle(values, self._has_shared_memory)
-        except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
+        except BaseException:  # noqa: BLE001  user code; `_pack_items` finds the input that raised
             pickled = None
         self._watch.check(began_at)
         if isinstance(pickled, OutOfBandPickle):

@@ -107,25 +107,13 @@ class Kind:
     STARTUP_FAILED = 17  # one pickled SerializedError
     PONG = 22
     LOG = 38  # a log record, from a worker on another machine
-
-
-class HostKind:
-    """Kinds of frames between an API process and its host; see `_host/protocol.py`."""
-
-    # Requests: one pickle of inputs that are all in `pickling.ATOMS`, or a list of inputs that are
-    # pickled separately or lie in shared memory.
-    CALLS = 32
-    ANSWERS = 33  # outputs that are all in `pickling.ATOMS`
-    ITEM_ANSWERS = 34  # outputs pickled separately, and errors
-    MESSAGE = 35  # one pickled object, whose type tells what it is
-    CHUNKS = 36  # chunks pickled separately, and streams that have ended
+    # Between an API process and its host, besides ITEMS: one pickled object, whose type tells what
+    # it is; see `_host/messages.py`.
+    MESSAGE = 35
 
 
 KIND_NAMES: Final[dict[int, str]] = {
-    number: name
-    for protocol in (Kind, HostKind)
-    for name, number in vars(protocol).items()
-    if isinstance(number, int)
+    number: name for name, number in vars(Kind).items() if isinstance(number, int)
 }
 
 
