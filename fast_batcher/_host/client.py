@@ -397,8 +397,7 @@ class RemoteSession(Session):
 
     def _list_handlers(self) -> Handlers:
         return {
-            Kind.ITEMS: self._take_chunks if self._model.spec.is_stepped else self._answer,
-            messages.FreedInputs: self._inputs.free,
+            Kind.ITEMS: self._take_outcomes,
             messages.Resend: self._resend,
             messages.Unplaced: self._note_unplaced,
             messages.StateSent: self._take_state,
@@ -411,14 +410,29 @@ class RemoteSession(Session):
             messages.ReporterChosen: self._report,
         }
 
-    def _answer(
-        self, ids: list[int], values: bytes | list[Any], _: list[Any], room: tuple[int, int]
+    def _take_outcomes(
+        self,
+        ids: list[int],
+        values: bytes | list[Any],
+        ended: list[tuple[int, Any]],
+        freed: list[int],
+        room: tuple[int, int],
     ) -> None:
-        """Give callers the outcomes of their requests.
+        """Give callers the outcomes or chunks of their requests.
 
         `room` has the room that the host's queue had, and the requests that the host had received.
         """
         self._room = room[0] - (self._sent - room[1])
+        if freed:
+            self._inputs.free(freed)
+        if self._model.spec.is_stepped:
+            self._take_chunks(ids, values, ended)
+        else:
+            self._answer(ids, values)
+        self._notice_drained()
+
+    def _answer(self, ids: list[int], values: bytes | list[Any]) -> None:
+        """Give callers the outcomes of their requests."""
         calls, (values, read) = self._open, _open_values(values)
         for request_id, packed in zip(ids, values, strict=True):
             request = calls.remove(request_id)
@@ -429,18 +443,11 @@ class RemoteSession(Session):
                 set_exception(request, outcome.error)
             else:
                 set_result(request, outcome)
-        if self._drained is not None:
-            self._notice_drained()
 
     def _take_chunks(
-        self,
-        ids: list[int],
-        values: bytes | list[Any],
-        ended: list[tuple[int, Any]],
-        room: tuple[int, int],
+        self, ids: list[int], values: bytes | list[Any], ended: list[tuple[int, Any]]
     ) -> None:
-        """Give streams their chunks, and end the ended ones; `room` as for `_answer`."""
-        self._room = room[0] - (self._sent - room[1])
+        """Give streams their chunks, and end the ended ones."""
         values, read = _open_values(values)
         for request_id, packed in zip(ids, values, strict=True):
             request = self._open.find(request_id)
@@ -458,7 +465,6 @@ class RemoteSession(Session):
                 failure = self._streams.end(request, packed)
                 if failure is not None:
                     set_exception(request, failure.error)
-        self._notice_drained()
 
     def _expire(self) -> None:
         """Expire the requests that the host should have ended before."""

@@ -4,10 +4,10 @@
     Hello: settings, model                  -->   starts the workers, unless it has them
                                             <--   Welcome: its process, a range of shared memory
     ITEMS: ids, inputs, options, contexts   -->
-                                            <--   ITEMS: ids, outcomes, ends of streams, room
+                                            <--   ITEMS: ids, outcomes, ends, free inputs, room
     Abandon, EndSessions, StreamsRead       -->
     Observe, Ping                           -->
-                                            <--   StateSent, FreedInputs, Log, Told, Followed
+                                            <--   StateSent, Log, Told, Followed
                                             <--   ReporterChosen, Pong
     StateRead                               -->
     Reconfigure: changes                    -->
@@ -212,12 +212,6 @@ class StateSent(NamedTuple):
     host: HostState
     # Whether the host ends now, and hangs up when it is dead.
     is_last: bool = False
-
-
-class FreedInputs(NamedTuple):
-    """No worker views the shared memory of these requests any more."""
-
-    request_ids: list[int]
 
 
 class Unplaced(NamedTuple):

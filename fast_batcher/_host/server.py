@@ -240,7 +240,7 @@ class MemoryRanges:
     def reuse(self) -> None:
         """Free the unused ranges of API processes that have exited."""
         for tenant in [*self._leaving]:
-            tenant.report_freed()
+            tenant.take_freed()
             number = self._granted.get(tenant.id)
             if tenant.has_rows or number in self._lifelines:
                 continue

@@ -1,6 +1,6 @@
 """Streams of a shared batcher: chunks on their way from the host to an API process.
 
-    host          give_chunks --put--> HostStream --> OutcomeSender --ITEMS--> API process
+    host          give_chunks --put--> HostStream --> Tenant --ITEMS--> API process
     API process   RemoteStreams --put--> ChunkQueue --read--> Stream --StreamsRead--> host
 
 The host counts the chunks that were not read, and pauses a stream, as a session does in a process

@@ -149,61 +149,6 @@ ANSWER_TIMEOUT = 5.0
 MOST_NEWS = 256
 
 
-class OutcomeSender:
-    """Sends an API process the outcomes and chunks of a turn of the loop together."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        send: Callable[[int, bytes], None],
-        begin_flush: Callable[[], tuple[int, int]],
-    ) -> None:
-        self._loop = loop
-        self._send = send
-        # Called before each flush: returns the room.
-        self._begin_flush = begin_flush
-        self._is_scheduled = False
-        self._ids: list[int] = []
-        self._values: list[Any] = []
-        self._ended: list[tuple[int, Any]] = []
-
-    def put(self, request_id: int, value: Any) -> None:
-        """Add an outcome or a chunk."""
-        self._ids.append(request_id)
-        self._values.append(value)
-        self._flush_soon()
-
-    def end(self, request_id: int, error: BaseException | None) -> None:
-        """Add the end of a stream, behind its chunks."""
-        self._ended.append((request_id, None if error is None else pack_outcome(error)))
-        self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._flush, context=Context())
-
-    def _flush(self) -> None:
-        """Send frames that are not longer than necessary."""
-        self._is_scheduled = False
-        room = self._begin_flush()
-        ids, values, ended = self._ids, self._values, self._ended
-        self._ids, self._values, self._ended = [], [], []
-        body = dump_atoms(values, FRAME_SIZE)
-        if body is not None:
-            self._send(Kind.ITEMS, dumps((ids, body, ended, room)))
-            return
-        packed = [pack_outcome(value) for value in values]
-        begin = size = 0
-        for position, value in enumerate(packed, 1):
-            size += measure_packed(value)
-            is_last = position == len(packed)
-            if is_last or size >= FRAME_SIZE:
-                part = ids[begin:position], packed[begin:position], ended if is_last else []
-                self._send(Kind.ITEMS, dumps((*part, room)))
-                begin, size = position, 0
-
-
 class HostCaller:
     """The caller of a request in an API process, for the ledger."""
 
@@ -250,7 +195,11 @@ class Tenant:
         self._received = 0
         # Inputs that were asked for once more, by the request's id.
         self._asked: dict[int, RowInput] = {}
-        self._sender = OutcomeSender(loop, self.send, self._begin_flush)
+        # Outcomes and chunks of this turn of the loop, and the streams that end behind them.
+        self._ids: list[int] = []
+        self._values: list[Any] = []
+        self._ended: list[tuple[int, Any]] = []
+        self._is_scheduled = False
         # Ids of requests whose rows no worker views any more; any thread may append.
         self._freed: deque[int] = deque()
         # Rows that workers may view.
@@ -293,7 +242,7 @@ class Tenant:
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, HostCaller(self, request_id))
             if session.is_stepped:
-                request.caller = WholeAnswer(request_id, self._sender.put, self._end_stream)
+                request.caller = WholeAnswer(request_id, self._put, self._end_stream)
             if position in options:
                 self._apply(request_id, request, *options[position])
             if type(value) is RowInput:
@@ -360,7 +309,7 @@ class Tenant:
             request.session, place.may_begin = place, may_begin
             self.session.begin_session()
         if is_stream:
-            request.caller = HostStream(request_id, self._sender.put, self._end_stream)
+            request.caller = HostStream(request_id, self._put, self._end_stream)
 
     def _unpack(self, request_id: int, packed: Any) -> Any:
         if isinstance(packed, bytes):
@@ -395,27 +344,58 @@ class Tenant:
 
     # Answers.
 
-    def _end_stream(self, request_id: int, error: BaseException | None) -> None:
-        """Send the end of a stream, behind its chunks."""
-        self._requests.pop(request_id, None)
-        self._sender.end(request_id, error)
-
     def answer(self, request_id: int, outcome: Any) -> None:
         """Send an outcome with the others of this turn of the loop."""
         self._requests.pop(request_id, None)
-        self._sender.put(request_id, outcome)
+        self._put(request_id, outcome)
 
-    def _begin_flush(self) -> tuple[int, int]:
-        """Report free rows; return the requests with room in the queue, and those that arrived."""
-        self.report_freed()
-        return self._find_room(), self._received
+    def _put(self, request_id: int, value: Any) -> None:
+        self._ids.append(request_id)
+        self._values.append(value)
+        self._flush_soon()
+
+    def _end_stream(self, request_id: int, error: BaseException | None) -> None:
+        """Send the end of a stream, behind its chunks."""
+        self._requests.pop(request_id, None)
+        self._ended.append((request_id, None if error is None else pack_outcome(error)))
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._flush, context=Context())
+
+    def _flush(self) -> None:
+        """Send frames that are not longer than necessary."""
+        self._is_scheduled = False
+        ids, values, ended, freed = self._ids, self._values, self._ended, self.take_freed()
+        self._ids, self._values, self._ended = [], [], []
+        # The room in the queue, and the requests that had arrived by then.
+        room = self._find_room(), self._received
+        body = dump_atoms(values, FRAME_SIZE)
+        if body is not None:
+            self.send(Kind.ITEMS, dumps((ids, body, ended, freed, room)))
+            return
+        packed = [pack_outcome(value) for value in values]
+        begin = size = 0
+        for position, value in enumerate(packed, 1):
+            size += measure_packed(value)
+            is_last = position == len(packed)
+            if is_last or size >= FRAME_SIZE:
+                part = ids[begin:position], packed[begin:position], ended if is_last else []
+                self.send(Kind.ITEMS, dumps((*part, freed, room)))
+                begin, size, freed = position, 0, []
+
+    def take_freed(self) -> list[int]:
+        """Return the requests whose rows are free since the last call."""
+        freed = [self._freed.popleft() for _ in range(len(self._freed))]
+        self._rows -= len(freed)
+        return freed
 
     def report_freed(self) -> None:
-        """Tell the API process which rows are free."""
+        """Tell the API process which rows are free, with the outcomes of this turn."""
         if self._freed:
-            freed = [self._freed.popleft() for _ in range(len(self._freed))]
-            self._rows -= len(freed)
-            self.tell(messages.FreedInputs(freed))
+            self._flush_soon()
 
     @property
     def has_rows(self) -> bool:
