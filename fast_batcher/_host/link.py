@@ -174,7 +174,7 @@ class HostLink:
         self._loop = loop
         self._name = name
         self._handlers: Handlers = {
-            messages.Pong: lambda: self._heartbeat.answered(0),
+            Kind.PONG: lambda: self._heartbeat.answered(0),
             messages.Log: _handle_record,
             **handlers,
         }
@@ -431,7 +431,7 @@ class HostLink:
             if not is_killed:
                 self._hung_up(None)
         elif to_ping:
-            self.tell(messages.Ping())
+            self.send(Kind.PING, dumps(()))
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:

@@ -6,9 +6,9 @@
     ITEMS: ids, inputs, options, contexts   -->
                                             <--   ITEMS: ids, outcomes, ends, free inputs, room
     Abandon, EndSessions, StreamsRead       -->
-    Observe, Ping                           -->
+    Observe; PING                           -->
                                             <--   StateSent, Log, Told, Followed
-                                            <--   ReporterChosen, Pong
+                                            <--   ReporterChosen; PONG
     StateRead                               -->
     Reconfigure: changes                    -->
                                             <--   Reconfigure, to each API process
@@ -24,8 +24,9 @@
 
 The requests of one turn of an event loop are one frame, and so are the outcomes, which are chunks
 if the model is stepped. Inputs and outcomes are one pickle of a list of `pickling.ATOMS`, or a list
-of packed values. Every other message is a pickled named tuple, and its type names it. `dispatch`
-calls the handler of a frame on both sides.
+of packed values. PING, which asks whether the host's event loop runs, and PONG are an empty tuple.
+Every other message is a pickled named tuple, and its type names it. `dispatch` calls the handler
+of a frame on both sides.
 
 Both processes run the same version of the library, with the same settings. The host unpickles only
 what this module defines, and `pickling.ATOMS`: other inputs and outputs, and exceptions of the app,
@@ -170,10 +171,6 @@ class StateRead(NamedTuple):
     """The API process has read a `StateSent`."""
 
 
-class Ping(NamedTuple):
-    """Ask whether the host's event loop runs; the answer is `Pong`."""
-
-
 class Goodbye(NamedTuple):
     """The batcher is closed."""
 
@@ -271,7 +268,3 @@ class Reloaded(NamedTuple):
     number: int
     # As `pack_error` packs it.
     error: tuple[bytes, str] | None
-
-
-class Pong(NamedTuple):
-    """The answer to `Ping`."""

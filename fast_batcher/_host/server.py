@@ -57,8 +57,9 @@ from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Stat
 from fast_batcher._session.session import LocalSession, Parts
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
+from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.logs import pack_record
-from fast_batcher._transport.pickling import one_line
+from fast_batcher._transport.pickling import dumps, one_line
 from fast_batcher.errors import (
     BatcherError,
     ConfigurationError,
@@ -479,7 +480,7 @@ class HostServer:
         self._begun: HostSession | None = None
         # Handlers of messages that are not about requests.
         self._handlers: Handlers = {
-            messages.Ping: lambda tenant: tenant.tell(messages.Pong()),
+            Kind.PING: lambda tenant: tenant.send(Kind.PONG, dumps(())),
             messages.StateRead: lambda tenant: self._reporting.state_read(tenant.id),
             messages.Observe: self._observe,
             messages.Reconfigure: self._merge_settings,

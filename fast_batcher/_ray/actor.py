@@ -95,10 +95,6 @@ class CallChannel:
         """Add a frame to the answer."""
         self._sent += (pack_header(kind, len(body), batch_id, seconds), body)
 
-    def send_packed(self, data: bytes) -> None:
-        """Add a whole frame to the answer."""
-        self._sent.append(data)
-
     def take_answer(self) -> bytes:
         """Return the frames of the answer, behind those of log records."""
         sent, self._sent = self._sent, []

@@ -107,8 +107,8 @@ class Kind:
     STARTUP_FAILED = 17  # one pickled SerializedError
     PONG = 22
     LOG = 38  # a log record, from a worker on another machine
-    # Between an API process and its host, besides ITEMS: one pickled object, whose type tells what
-    # it is; see `_host/messages.py`.
+    # Between an API process and its host, besides ITEMS, PING and PONG: one pickled object, whose
+    # type tells what it is; see `_host/messages.py`.
     MESSAGE = 35
 
 
