@@ -92,6 +92,10 @@ NO_MEANING: dict[Pair, str] = {
         "it is drained before anything happens",
     ),
     **dict.fromkeys(
+        _pairs("event", ("lost way back",), "ending", ("reopen",)),
+        "a model that loads in one worker alone may be the last one",
+    ),
+    **dict.fromkeys(
         _pairs("model", ARRAYS, "outputs", ("odd",)), "a collation takes arrays alone"
     ),
     **dict.fromkeys(
