@@ -116,7 +116,7 @@ def test_pipe_is_used_without_memory(
     harness.dispatch(harness.arrive(*numbered(2, size)))
     harness.batch("after")
     harness.run_jobs()
-    assert harness.kinds == [Kind.ITEMS, Kind.ATOMS]
+    assert harness.kinds == [Kind.PART, Kind.ITEMS, Kind.ATOMS]
     assert sums(harness.read()) == [0, 1]
     assert harness.read() == ["after"]
     # It is known that there is none.
@@ -171,9 +171,8 @@ def lose(how, where):
     else:
         tensor.data = torch.empty(1, dtype=torch.uint8)
     harness.run_jobs()
-    (kind,) = harness.kinds
     if how == "resize":
-        return KIND_NAMES[kind]
+        return " ".join(KIND_NAMES[kind] for kind in harness.kinds)
     (value,) = harness.read()
     return int((value if where == "staged" else value["tensor"]).sum())
 
@@ -195,7 +194,11 @@ def test_tensor_may_lose_memory_during_copy() -> None:
     # One line for each: that it could not be shared.
     assert done.stderr.count("\n") == done.stderr.count("was resized while") == 2
     whole = [f"{how} {where} {2**22}" for how in ("set", "data") for where in ("staged", "dict")]
-    assert done.stdout.splitlines() == ["resize staged ITEMS", "resize dict ITEMS", *whole]
+    assert done.stdout.splitlines() == [
+        "resize staged PART ITEMS",
+        "resize dict PART ITEMS",
+        *whole,
+    ]
 
 
 # --- arrays that the app fills --------------------------------------------------------------------

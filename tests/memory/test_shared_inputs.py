@@ -92,7 +92,7 @@ def test_batch_without_room_uses_the_pipe(
     for array in arrays:
         harness.batch(array)
         harness.run_jobs()
-    assert harness.kinds == [*[Kind.SHARED] * 3, Kind.ITEMS, Kind.ITEMS]
+    assert harness.kinds == [*[Kind.SHARED] * 3, *[Kind.PART, Kind.ITEMS] * 2]
     for array in arrays:
         assert np.array_equal(harness.read()[0], array)
     (record,) = caplog.records
