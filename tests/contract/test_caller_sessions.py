@@ -370,7 +370,7 @@ async def test_close_does_not_wait_for_a_session_without_a_place(place: Any, how
 async def test_a_host_keeps_nothing_of_rejected_sessions() -> None:
     async with (
         DynBatcher(Diary, shared=True, max_sessions=1) as batcher,
-        batcher.session() as only,
+        batcher.session(timeout=10 * LIMIT) as only,  # it is idle until the end
     ):
 
         async def be_rejected(*, closes: bool) -> None:
