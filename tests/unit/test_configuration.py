@@ -207,7 +207,7 @@ def test_sharing_can_be_switched_off_by_none(monkeypatch: pytest.MonkeyPatch) ->
     assert construct().settings["shared"] == (False, "FAST_BATCHER_SHARED")
 
 
-@pytest.mark.parametrize("text", ["flase", "Flase", "ture", "treu", "fals", "nome"])
+@pytest.mark.parametrize("text", ["Treu", "treu", "truee", "trrue", "falsse", "nonee"])
 def test_a_misspelt_switch_is_no_name(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`shared` takes a name too, and processes that should not share would share under this one."""
     monkeypatch.setenv("FAST_BATCHER_SHARED", text)
