@@ -55,7 +55,7 @@ except ModuleNotFoundError as _missing:
         name="prometheus_client",
     ) from _missing
 
-logger = logging.getLogger("fast_batcher")
+logger: logging.Logger = logging.getLogger("fast_batcher")
 
 # Seconds between two settings of the gauges: shorter than any usual scrape interval.
 REFRESH_INTERVAL = 1.0
