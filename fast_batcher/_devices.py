@@ -65,7 +65,7 @@ def find_missing(
 ) -> list[str]:
     """Name those of the devices that are GPUs this machine does not have, as far as is known.
 
-    Those that `VISIBLE_DEVICES` does not have are errors.
+    A device that `VISIBLE_DEVICES` does not have is an error.
     """
     if _visible_devices(environ) is not None or any(
         (nodes / name).exists() for name in OTHER_NODES

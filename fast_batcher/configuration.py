@@ -230,7 +230,7 @@ def _parse(option: Option, text: str, source: str) -> Any:
     elif bool in option.types and lowered in _SWITCHES:
         value = _SWITCHES[lowered]
     elif bool in option.types and (hint := suggest_parameter(lowered, _WORDS, 0.75)):
-        # The switch may be a name, which nobody writes so.
+        # The switch may be a name, which would not be written like this.
         raise ConfigurationError(f"{source}={text!r:.100}: give {option}{hint}")
     elif list in option.types and "," in text:
         value = [part.strip() for part in text.split(",")]

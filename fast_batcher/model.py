@@ -527,7 +527,7 @@ def concatenates(model: object) -> bool:
 def find_cost(model: object) -> Callable[[Any], float] | None:
     """Return the static or class method `cost` of a model class, or the default for its collation.
 
-    None if there is none: each input costs the same.
+    None without one: each input costs the same.
     """
     own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
     if own is None:

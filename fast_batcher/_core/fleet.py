@@ -97,7 +97,7 @@ class EndWorker(NamedTuple):
 class Fleet:
     """The replicas of a batcher.
 
-    Further workers load the model together. Of too many workers those that are not ready or marked
+    Further workers load the model together. Of too many workers, the ones not ready or marked
     as surplus end first, then those with the highest indexes; the last ready worker stays. Ready
     workers are replaced one at a time, because the machine may have no room for two more copies of
     the model.
@@ -109,7 +109,7 @@ class Fleet:
         self._make_restarts = make_restarts
         # The replicas, by index.
         self.replicas = {index: Replica(index, model, make_restarts()) for index in range(count)}
-        # Serving workers that have lost their places; and those that are still to be ended.
+        # Serving workers that have lost their places; and workers that are still to be ended.
         self._retired: set[Any] = set()
         self._rejected: list[Any] = []
         self.reload: Reload | None = None

@@ -332,7 +332,7 @@ class _Lane:
         return takewhile(lambda request: request.lane_position < end, self.requests.values())
 
     def begin(self, reach: float) -> tuple[float, Request, Iterator[Request]]:
-        """Return the balance after the oldest request, that request, and those that follow it."""
+        """Return the balance after the oldest request, that request, and the following ones."""
         window = self.window(reach)
         return self.turn()[0], next(window), window
 

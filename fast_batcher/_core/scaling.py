@@ -10,7 +10,7 @@ none: the adaptive policy keeps them busy with smaller batches at half of the ca
     down   by one worker, each time the load has been low for `QUIET`, and the remaining workers
            have places for the live streams or sessions, and for one more
 
-Streams that run make nobody wait: without a stream in the queue, the backlog counts as 0.
+Streams that run keep no caller waiting: without a stream in the queue, the backlog counts as 0.
 """
 
 from collections import deque

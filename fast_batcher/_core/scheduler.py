@@ -103,7 +103,7 @@ class Retries:
 
     @property
     def next_cost(self) -> float:
-        """Cost of the next request, 0 if there is none."""
+        """Cost of the next request, 0 without one."""
         return next((request.cost for request in self), 0.0)
 
     def after_loss(
@@ -849,7 +849,7 @@ class Scheduler:
         return 0 if self._sessions is None else self._sessions.count_of(slot.id)
 
     def let_leave(self, now: float, count: int, others: int, leave_by: float = inf) -> list[int]:
-        """Let at most `count` workers get no more work, and return those that may end.
+        """Let at most `count` workers get no more work, and return the ones that may end.
 
         They are those with the least live work, and `others` always stay. A worker may end without
         live work; with `leave_by`, without a session or at that moment. A worker that leaves, and

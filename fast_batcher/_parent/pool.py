@@ -174,7 +174,7 @@ class Pool:
         worker.set_timer(self.loop.call_later(TERMINATE_GRACE, worker.kill, context=Context()))
 
     def kill(self, worker_id: int) -> None:
-        """Kill a worker that cannot use its device any more, and those that die with it."""
+        """Kill a worker that cannot use its device any more, and the workers that die with it."""
         worker = self.workers[worker_id]
         worker.kill()
         for other in self.fleet.find_sharers(worker):

@@ -957,7 +957,7 @@ class LocalSession(Session):
             self._scaling_timer = loop.call_later(SCALING_INTERVAL, self._scale, context=Context())
 
     def _scale(self) -> None:
-        """Change the number of workers if the load asks for it, and end those that may leave."""
+        """Change the number of workers if the load asks for it, and end what may leave."""
         if self.pool.is_closing:
             return
         if self._scaling is not None and self.status.state is State.OPEN:
@@ -988,7 +988,7 @@ class LocalSession(Session):
                 self.pool.scale(self.settings, decision.workers)
 
     def _end_surplus(self) -> None:
-        """End the workers that are not needed and have finished; first those that are not ready."""
+        """End the workers that are not needed and have finished; unready ones first."""
         fleet, leaving = self.pool.fleet, self._leaving
         others = fleet.count - leaving
         finished = self.scheduler.let_leave(monotonic(), leaving, others, self._leave_by)

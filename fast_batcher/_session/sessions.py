@@ -110,7 +110,7 @@ class BatchSession(Generic[InputT, OutputT]):
         return opening is not None and not self._is_over and self._is_present(opening)
 
     def __del__(self) -> None:
-        # The app has dropped it, on any thread: nobody can call or close it any more.
+        # The app has dropped it, on any thread: no code can call or close it any more.
         if self._lives() and self._opening is not None and not self._opening.binding.is_forked:
             self._opening.binding.call(self._opening.end_session, self._place)
 
