@@ -118,7 +118,7 @@ class BatchAnswered:
     cost: float
     """Sum of their costs: 1 each without costs."""
     release: str
-    """Why it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry"."""
+    """Reason for which it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry"."""
     dispatched_at: float
     """Moment of `time.monotonic` at which it was sent."""
     began_at: float
@@ -144,7 +144,7 @@ class RequestEnded:
     model: str
     """Name of the batcher or of the decorated function."""
     outcome: Outcome
-    """How it ended."""
+    """Outcome of the request."""
     reason: str
     """The cause, for example "queue full", "waiting", "running", "worker lost"."""
     wait: float

@@ -140,7 +140,7 @@ class Range:
     test: Callable[[str, Any], None]
     """Takes the option's name and a value; raises ConfigurationError if the value is another."""
     unit: str = ""
-    """"seconds", "milliseconds", "bytes" or ""."""
+    """Name of the unit: "seconds", "milliseconds", "bytes" or ""."""
 
     def check(self, name: str, value: Any) -> None:
         """Raise a ConfigurationError, which names the option, for another value."""

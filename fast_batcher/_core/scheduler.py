@@ -1087,7 +1087,7 @@ class Scheduler:
 
         `has_read` is False if frames of workers may not have been applied yet; the workers in
         `answering` are sending an answer. If deciding raises, all waiting requests are given up
-        with a `Fail`: the next decision would raise again. Of running batches the late ones are.
+        with a `Fail`: the next decision would raise again. So are late requests on workers.
         """
         actions, self._learning_errors = self._learning_errors, []
         held_until = inf

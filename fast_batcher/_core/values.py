@@ -205,7 +205,7 @@ Step = tuple[list[int], list[int], dict[int, float]]
 
 
 class Report(NamedTuple):
-    """What a worker tells beside the outcomes of a batch, unless all of it has its default."""
+    """Facts that a worker sends beside outcomes, if one of them differs from its default."""
 
     # The whole batch has failed so; its one outcome is the error.
     failed: Failed | None = None
