@@ -118,7 +118,7 @@ class BatchAnswered:
     cost: float
     """Sum of their costs: 1 each without costs."""
     release: str
-    """Reason for which it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry"."""
+    """Reason to leave: "full", "idle", "hold", "window", "deadline", "drain" or "retry"."""
     dispatched_at: float
     """Moment of `time.monotonic` at which it was sent."""
     began_at: float
