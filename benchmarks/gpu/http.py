@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.models import EncoderModel, make_texts
+from benchmarks.gpu.models import Classifier, EncoderModel, make_texts
 from benchmarks.gpu.part import SEED, WARM_UP_SHARE, Figures, Run
 from benchmarks.load import tied
 from benchmarks.load.measurement import Target
 from benchmarks.load.measurement import measure as measure_load
 from benchmarks.load.server import UVICORN_OPTIONS, Server, start
-from examples.image_classification.model import ImageClassifier
 from examples.image_classification.prediction import ARRAY_SHAPE
 from fast_batcher._load.measurement import Case, LoadSettings
 
@@ -27,7 +26,7 @@ from fast_batcher._load.measurement import Case, LoadSettings
 TOKENS = 256
 # Texts with different ids.
 TEXTS = 16
-IMAGES = "examples.image_classification.app:app"
+IMAGES, TEXT = "benchmarks.gpu.image_app:app", "benchmarks.gpu.app:app"
 # Server processes that share one model: one process cannot copy as many images as a GPU computes.
 PROCESSES = 4
 # A server drains its clients' requests in this time, seconds.
@@ -53,7 +52,12 @@ def measure(run: Run) -> None:
         "hidden": run.pick(1024, 128),
         "layers": run.pick(24, 2),
     }
-    resnet = {"RESNET_ARCH": arch, "RESNET_DTYPE": run.dtype}
+    resnet = {"arch": arch, "dtype": run.dtype}
+    images = {"devices": run.device, "model_kwargs": resnet}
+    batched, unbatched = (
+        {"GPU_BENCHMARK_IMAGES": json.dumps({"max_batch_size": number, **images})}
+        for number in (size, 1)
+    )
     options = {"max_batch_size": size, "devices": run.device, "model_kwargs": encoder}
     run.title("resnet", f"{arch}, {run.dtype}, batches of {size}, {clients} clients, 602 KB bodies")
     shape = f"{encoder['layers']} layers of {encoder['hidden']}, {TOKENS} token ids as JSON"
@@ -89,29 +93,29 @@ def measure(run: Run) -> None:
         servers = [
             start(tied.command("uvicorn", app, "--port", "0", *UVICORN_OPTIONS), environment)
             for app, environment in (
-                (IMAGES, {**resnet, "MAX_BATCH_SIZE": f"{size}"}),
-                (IMAGES, {**resnet, "MAX_BATCH_SIZE": "1"}),
-                ("benchmarks.gpu.app:app", {"GPU_BENCHMARK_ENCODER": json.dumps(options)}),
-                (IMAGES, {**resnet, "MAX_BATCH_SIZE": f"{size}", **shared}),
+                (IMAGES, batched),
+                (IMAGES, unbatched),
+                (TEXT, {"GPU_BENCHMARK_ENCODER": json.dumps(options)}),
+                (IMAGES, batched | shared),
             )
         ]
         for server in servers:
             stack.callback(server.end, STOP_LIMIT)
-        classify, classify_alone = _bare_loops(run, arch, encoder, size, image, texts)
+        classify, encode = _bare_loops(run, resnet, encoder, size, image, texts)
         for server in servers:
             server.wait_until_listening()
         octets, text = "application/octet-stream", "application/json"
         array = image.astype("<f4").tobytes()
         cells = [
             Cell("resnet", "bare loop", classify),
-            Cell("resnet", "batched", load(servers[0], "/classify-array", [array], octets)),
+            Cell("resnet", "batched", load(servers[0], "/classify", [array], octets)),
             Cell(
                 "resnet",
                 f"batched, {PROCESSES} processes",
-                load(servers[3], "/classify-array", [array], octets),
+                load(servers[3], "/classify", [array], octets),
             ),
-            Cell("resnet", "unbatched", load(servers[1], "/classify-array", [array], octets)),
-            Cell("encoder", "bare loop", classify_alone),
+            Cell("resnet", "unbatched", load(servers[1], "/classify", [array], octets)),
+            Cell("encoder", "bare loop", encode),
             Cell("encoder", "batched", load(servers[2], "/encode", bodies, text)),
             Cell("encoder", "unbatched", load(servers[2], "/encode-unbatched", bodies, text)),
         ]
@@ -122,11 +126,16 @@ def measure(run: Run) -> None:
 
 
 def _bare_loops(
-    run: Run, arch: str, encoder: dict[str, Any], size: int, image: Any, texts: list[Any]
+    run: Run,
+    resnet: dict[str, Any],
+    encoder: dict[str, Any],
+    size: int,
+    image: Any,
+    texts: list[Any],
 ) -> tuple[Callable[[int], Figures], Callable[[int], Figures]]:
     """Load both models into this process; full batches include the copy to the device."""
-    ImageClassifier.device = EncoderModel.device = run.device
-    classifier = ImageClassifier(arch, dtype=run.dtype)
+    Classifier.device = EncoderModel.device = run.device
+    classifier = Classifier(**resnet)
     text_model = EncoderModel(**encoder)
     # Rows of one array, which `stack` joins without a copy.
     images = [*np.repeat(image[None], size, axis=0)]

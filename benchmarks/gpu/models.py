@@ -18,8 +18,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.gpu.faults import KILLS
 from benchmarks.gpu.part import SEED
-from examples.image_classification.model import MEAN, STANDARD_DEVIATION
-from examples.image_classification.resnet import classify, load_network
+from examples.image_classification.resnet import (
+    MEAN,
+    STANDARD_DEVIATION,
+    classify,
+    load_network,
+)
 from fast_batcher import Collation, InferenceModel, stack
 
 # Width of an attention head, as in BERT.
@@ -207,7 +211,8 @@ class Classifier(InferenceModel[Any, tuple[int, float]]):
         """Stack, move, compute."""
         batch = torch.from_numpy(stack(inputs))
         firsts = batch[:, 0, 0, 0].tolist()
-        images = batch.to(self.device).to(self._dtype, memory_format=torch.channels_last)
+        images = batch.to(self.device, non_blocking=True)
+        images = images.to(self._dtype, memory_format=torch.channels_last)
         _, classes = classify(self._network, images)
         return list(zip(classes.tolist(), firsts, strict=True))
 

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from examples.image_classification.prediction import SIZE, NotAnImageError, Prediction
-from examples.image_classification.resnet import classify, load_network
+from examples.image_classification.resnet import (
+    MEAN,
+    STANDARD_DEVIATION,
+    classify,
+    load_network,
+)
 from fast_batcher import InferenceModel, stack
 
 # The published weights were evaluated like this: the shorter side scaled to 256 pixels, 224 x 224
-# cut from the middle, and these statistics of ImageNet's channels. Source: torchvision's presets.
+# cut from the middle. Source: torchvision's presets.
 SCALED_SIZE = 256
-MEAN = (0.485, 0.456, 0.406)
-STANDARD_DEVIATION = (0.229, 0.224, 0.225)
 # What a file of some KB may unpack to, 3 bytes each: the largest of cameras that people carry.
 MAX_PIXELS = 50_000_000
 

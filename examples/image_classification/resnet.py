@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 # What ImageNet has, and so the published weights.
 CLASSES = 1000
+# Statistics of ImageNet's channels, by which an input is normalised. Source: torchvision's presets.
+MEAN = (0.485, 0.456, 0.406)
+STANDARD_DEVIATION = (0.229, 0.224, 0.225)
 # Of random weights, so that all workers answer alike.
 SEED = 0
 
