@@ -33,7 +33,7 @@ async def s3(short: bool, seed: int) -> Findings:
     """Kill a program under load; its workers must end too."""
     findings = Findings("S3 parent killed")
     rng = random.Random(seed)
-    times = 5 if short else 200
+    times = 3 if short else 200
     before = shared_names()
     survivors, longest = 0, 0.0
     for number in range(times):
@@ -79,7 +79,7 @@ async def _is_dead(pidfd: int) -> bool:
 async def s5(short: bool, seed: int) -> Findings:
     """Open, call and close many times in one process."""
     findings = Findings("S5 open and close")
-    times = 5 if short else 500
+    times = 3 if short else 500
     held: list[tuple[int, int, int]] = []
     async with probing() as probe:
         for number in range(times + 1):

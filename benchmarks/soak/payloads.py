@@ -64,7 +64,7 @@ class Sizes:
 
 # Enough callers to keep both workers busy; fewer with large inputs, all of which are in memory.
 FULL = (Sizes("to 50 MB", 30_000, 50_000_000, 12), Sizes("to 1 MB", 1_000_000, 1_000_000, 64))
-SHORT = (Sizes("to 50 MB", 144, 50_000_000, 12), Sizes("to 1 MB", 768, 1_000_000, 64))
+SHORT = (Sizes("to 50 MB", 48, 50_000_000, 12), Sizes("to 1 MB", 256, 1_000_000, 64))
 
 
 class Source:

@@ -22,7 +22,7 @@ from benchmarks.soak.watch import shared_names
 
 API_PROCESSES = 4
 # Seconds of the run, and from one kill to the next.
-SECONDS, SHORT_SECONDS = 600.0, 8.0
+SECONDS, SHORT_SECONDS = 600.0, 4.0
 PAUSES = 0.2, 2.0
 # Shares of the kills.
 KILLED = {"a worker": 0.5, "the host": 0.2, "an API process": 0.3}

@@ -41,7 +41,7 @@ class Plan:
 
 # A machine that runs tests is busy, so the load is lower. Looks are frequent, so that some of each
 # quarter fall between two recyclings.
-SHORT = Plan(seconds=10.0, load=0.35, look_interval=0.1, recycle_after=150)
+SHORT = Plan(seconds=6.0, load=0.35, look_interval=0.1, recycle_after=150)
 
 
 class Look(NamedTuple):
