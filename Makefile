@@ -88,7 +88,7 @@ test-oldest: .venv-oldest/installed
 		$(OLDEST_TESTS)
 
 test-fast: install
-	$(PYTEST) -m 'not slow' --numprocesses $(JOBS)
+	$(PYTEST) -m 'not slow and not long' --numprocesses $(JOBS)
 
 cov: install
 	$(BIN)/coverage erase
@@ -125,6 +125,7 @@ bench-all: bench-setup
 	$(MAKE) publish
 
 soak: install
+	$(PYTEST) -m long
 	$(PYTEST) tests/faults/test_fault_matrix.py
 	PAIRS_SEED=$$(date +%s) $(PYTEST) tests/pairs
 	$(BIN)/python -m benchmarks.soak

@@ -311,7 +311,13 @@ async def find_throughput(model: Any, size: int) -> float:
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("model", "recommended"), [(Constant, 16), (Linear, 16), (Padded, 16), (Loop, 1)]
+    ("model", "recommended"),
+    [
+        pytest.param(Constant, 16, marks=pytest.mark.long),
+        (Linear, 16),
+        pytest.param(Padded, 16, marks=pytest.mark.long),
+        (Loop, 1),
+    ],
 )
 async def test_sizes_rank_as_their_real_throughput(model: Any, recommended: int) -> None:
     batcher = DynBatcher(model)

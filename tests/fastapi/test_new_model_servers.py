@@ -61,7 +61,7 @@ def wait_twice(server: Server, pattern: str) -> None:
         server.wait_for(pattern)
 
 
-@pytest.mark.parametrize("name", ["uvicorn", "gunicorn"])
+@pytest.mark.parametrize("name", ["uvicorn", pytest.param("gunicorn", marks=pytest.mark.long)])
 def test_no_request_waits_for_a_new_model(
     serve: Callable[..., Server],
     load: Callable[..., Load],

@@ -58,12 +58,19 @@ def end(server: Server, clients: Load, hosts: Hosts, number: int, *, is_group: b
 
 
 TERM, CTRL_C = (signal.SIGTERM, False), (signal.SIGINT, True)
+BY_CTRL_C = ("gunicorn", "hypercorn")
 
 
 @pytest.mark.parametrize(
     ("command", "number", "is_group"),
     [
-        pytest.param(command, *how, id=f"{name}-{'Ctrl-C' if how is CTRL_C else 'TERM'}")
+        pytest.param(
+            command,
+            *how,
+            id=f"{name}-{'Ctrl-C' if how is CTRL_C else 'TERM'}",
+            # Each server has one of the two signals in every run.
+            marks=[] if (how is CTRL_C) == (name in BY_CTRL_C) else [pytest.mark.long],
+        )
         for name, command in {
             "uvicorn": UVICORN,
             "gunicorn": [*GUNICORN, APP],
@@ -95,8 +102,10 @@ def test_server_processes_share_one_model(
     "command",
     [
         pytest.param([*UVICORN, *PATIENT], id="uvicorn"),
-        pytest.param([*GUNICORN, APP], id="gunicorn"),
-        pytest.param([*GUNICORN, "--preload", APP], id="gunicorn, preloaded"),
+        pytest.param([*GUNICORN, APP], id="gunicorn", marks=pytest.mark.long),
+        pytest.param(
+            [*GUNICORN, "--preload", APP], id="gunicorn, preloaded", marks=pytest.mark.long
+        ),
     ],
 )
 def test_answers_are_right_during_sighup_replacement(
@@ -143,7 +152,10 @@ def test_answers_are_right_while_gunicorn_recycles_its_processes(
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
+    [
+        pytest.param(UVICORN, id="uvicorn"),
+        pytest.param([*GUNICORN, APP], id="gunicorn", marks=pytest.mark.long),
+    ],
 )
 def test_model_survives_death_of_server_process(
     serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
@@ -184,7 +196,10 @@ def test_killed_server_leaves_no_process_behind(
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
+    [
+        pytest.param(UVICORN, id="uvicorn"),
+        pytest.param([*GUNICORN, APP], id="gunicorn", marks=pytest.mark.long),
+    ],
 )
 def test_failed_load_ends_server_processes(
     serve: Serve, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, command: list[str]

@@ -176,10 +176,10 @@ def allocated_array(batcher: DynBatcher[Any, Any], size: int, number: int) -> An
     ("model", "make"),
     [
         (ScribblesAndDies, own_array),
-        (ScribblesAndDies, read_only_array),
-        (ScribblesAndDies, nested_array),
+        pytest.param(ScribblesAndDies, read_only_array, marks=pytest.mark.long),
+        pytest.param(ScribblesAndDies, nested_array, marks=pytest.mark.long),
         (ScribblesAndDies, allocated_array),
-        (ScribblesOnBatch, allocated_array),
+        pytest.param(ScribblesOnBatch, allocated_array, marks=pytest.mark.long),
         (ScribblesOnBatch, read_only_array),
     ],
 )

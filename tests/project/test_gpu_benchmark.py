@@ -8,21 +8,28 @@ import pytest
 from paths import ROOT
 from programs import run_command
 
-from benchmarks.gpu.__main__ import read_arguments, run_part
+from benchmarks.gpu.__main__ import LIMITS, read_arguments, run_part
 from benchmarks.gpu.report import Results
 
-TABLES = {*("resnet", "encoder", "lengths", "processes", "prepare", "faults", "reference", "times")}
+# The tables of parts that have others than their own.
+TABLES = {"http": {"resnet", "encoder"}}
 
 
 @pytest.mark.slow
-def test_the_short_form_measures_every_part_and_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parts", [("faults", "times"), pytest.param(tuple(LIMITS), marks=pytest.mark.long)]
+)
+def test_the_short_form_measures_every_part_and_loses_nothing(
+    parts: tuple[str, ...], tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick"]
-    done = run_command([*command, "--out", str(tmp_path)], cwd=ROOT)
+    done = run_command([*command, "--parts", *parts, "--out", str(tmp_path)], cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "gpu.json").read_text())
     measurements = result["measurements"]
     assert result["failures"] == []
-    assert {m["scenario"] for m in measurements} == TABLES
+    tables = set().union(*[TABLES.get(part, {part}) for part in parts])
+    assert {m["scenario"] for m in measurements} == tables
     assert all(m["figures"] for m in measurements)
     assert sum(m["figures"].get("lost", 0) for m in measurements) == 0
     faults = {m["system"]: m["figures"] for m in measurements if m["scenario"] == "faults"}

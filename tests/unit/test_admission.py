@@ -413,7 +413,12 @@ def cpu(size: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("scatter", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("seconds", "size", "target"), [(with_knee, 64, 0.05), (mid, 32, 0.05), (cpu, 16, 0.1)]
+    ("seconds", "size", "target"),
+    [
+        (with_knee, 64, 0.05),
+        pytest.param(mid, 32, 0.05, marks=pytest.mark.long),
+        pytest.param(cpu, 16, 0.1, marks=pytest.mark.long),
+    ],
 )
 def test_accepted_requests_are_in_time_under_overload(
     seconds: Seconds, size: int, target: float, scatter: float
@@ -435,7 +440,7 @@ def test_accepted_requests_are_in_time_under_overload(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load", [1.2, 2.0, 5.0])
+@pytest.mark.parametrize("load", [1.2, 2.0, pytest.param(5.0, marks=pytest.mark.long)])
 def test_fivefold_overload_costs_no_goodput(load: float) -> None:
     """Fault F60."""
     world = service(poisson(load * GPU_CAPACITY, 4.0, seed=1))
