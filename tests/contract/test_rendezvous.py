@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from forks import fork, status_of
+from marks import long
 from paths import PYTHONPATH
 from tiny_host import EARLY, LATE, ask, launch, open_host
 from waits import LIMIT
@@ -138,7 +139,7 @@ def test_processes_that_open_at_once_get_one_host(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *long(1)])
 def test_clients_get_answers_while_hosts_are_killed(
     openers: Callable[[int], list[Opener]], directory: Path, key: HostKey, seed: int
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from marks import long
 from paths import PYTHONPATH, ROOT
 from server_load import UNDER_WAY, URL, Load, load
 from servers import Server, get, post, serve, thread
@@ -61,7 +62,7 @@ def wait_twice(server: Server, pattern: str) -> None:
         server.wait_for(pattern)
 
 
-@pytest.mark.parametrize("name", ["uvicorn", pytest.param("gunicorn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["uvicorn", *long("gunicorn")])
 def test_no_request_waits_for_a_new_model(
     serve: Callable[..., Server],
     load: Callable[..., Load],

@@ -173,7 +173,7 @@ def test_reloading_leaves_the_number_of_workers_unchanged(
 @pytest.mark.parametrize(
     ("command", "count"),
     [
-        (["uvicorn", "apps.whole:app", "--port", "0", "--workers", "4"], 4),
+        (["uvicorn", "apps.whole:app", "--port", "0", "--workers", "2"], 2),
         ([*GUNICORN, "--preload", "apps.whole:app"], 2),
     ],
     ids=["uvicorn", "gunicorn, preloaded"],
@@ -245,7 +245,12 @@ GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
     [
         pytest.param(UVICORN, True, id="uvicorn"),
         pytest.param([*UVICORN, "--workers", "2"], True, id="uvicorn, two workers"),
-        pytest.param([*GUNICORN, "--preload", APP], True, id="gunicorn, preloaded"),
+        pytest.param(
+            [*GUNICORN, "--preload", APP],
+            True,
+            id="gunicorn, preloaded",
+            marks=pytest.mark.long,
+        ),
         # Not to the group: Granian sends its workers a signal of its own, and a worker that gets
         # two at once may hang for ever in its handler (2.8.7, `WorkerSignal.set`).
         pytest.param(GRANIAN, False, id="granian"),

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from marks import long
 from paths import SUPPORT
 from programs import run_command
 
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = SUPPORT / "array_kinds.py"
 
 
-@pytest.mark.parametrize("way", ["pipe", "shared"])
+@pytest.mark.parametrize("way", ["shared", *long("pipe")])
 def test_array_kinds_survive_or_raise_typed_errors(way: str) -> None:
     pytest.importorskip("torch")
     done = run_command([sys.executable, "-W", "ignore", str(PROGRAM), way])

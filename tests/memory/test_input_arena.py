@@ -16,6 +16,7 @@ from forks import fork, status_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from marks import long
 from memory_files import refuse_memory
 from models.large import Digests, Stacks, digest
 from programs import run_command
@@ -398,7 +399,7 @@ async def test_later_large_batches_are_stacked_without_copy() -> None:
 
 
 @anyio
-@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("size", [LARGE, *long(SMALL)])
 async def test_tensors_are_stacked_without_a_copy(size: int) -> None:
     torch = pytest.importorskip("torch")
     tensors = [torch.from_numpy(array) for array in images(4, size)]

@@ -155,8 +155,10 @@ def arrays_of_few_layouts(count: int) -> list[Any]:
 @anyio
 @pytest.mark.parametrize(
     ("make", "stages", "size"),
-    [(payloads, False, 8 * MEBI), (arrays_of_few_layouts, True, 12 * MEBI)],
-    ids=["any", "arrays"],
+    [
+        pytest.param(payloads, False, 8 * MEBI, id="any"),
+        pytest.param(arrays_of_few_layouts, True, 12 * MEBI, id="arrays", marks=pytest.mark.long),
+    ],
 )
 async def test_payloads_survive_deaths_and_cancellations(
     make: Callable[[int], list[Any]], stages: bool, size: int, caplog: pytest.LogCaptureFixture

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from marks import long
 from models.scribbling import Scribbles, ScribblesAndDies, ScribblesOnBatch, filling, scribble
 from sender_harness import opened
 from waits import call, one_loop, outcome
@@ -98,7 +99,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @anyio
 @one_loop
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *long(2)])
 @pytest.mark.parametrize("way", WAYS)
 async def test_batching_changes_no_result(way: str, seed: int) -> None:
     choice = random.Random(seed)
@@ -118,7 +119,7 @@ async def test_batching_changes_no_result(way: str, seed: int) -> None:
 @pytest.mark.slow
 @anyio
 @one_loop
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *long(2)])
 @pytest.mark.parametrize("way", ["pipe", "shared"])
 @pytest.mark.parametrize("trouble", ["raises", "dies"])
 async def test_a_second_try_changes_no_result(

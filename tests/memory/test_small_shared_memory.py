@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import long
 from paths import PYTHONPATH, ROOT
 from programs import run_command
 
@@ -80,7 +81,7 @@ def in_small_shm(*command: str) -> list[str]:
     pytest.skip("the kernel allows no mount namespace here, or there is no unshare(1)")
 
 
-@pytest.mark.parametrize("what", ["small", "full", "no memfd in Python", "no memfd at all"])
+@pytest.mark.parametrize("what", ["full", "no memfd at all", *long("small", "no memfd in Python")])
 def test_large_values_pass_with_little_shared_memory(what: str, tmp_path: Path) -> None:
     """Fault F53."""
     program = tmp_path / "program.py"

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from marks import long
 from schedulers import make, make_request, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
@@ -440,7 +441,7 @@ def test_accepted_requests_are_in_time_under_overload(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load", [1.2, 2.0, pytest.param(5.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("load", [1.2, 2.0, *long(5.0)])
 def test_fivefold_overload_costs_no_goodput(load: float) -> None:
     """Fault F60."""
     world = service(poisson(load * GPU_CAPACITY, 4.0, seed=1))
