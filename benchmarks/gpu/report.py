@@ -44,6 +44,12 @@ COLUMNS: Mapping[str, Columns] = {
         **BUSY,
         "lost": "lost",
     },
+    "copies": {
+        "ms": "ms",
+        "of whole": Compared("ms", "whole"),
+        "caller waits ms": "waited_ms",
+        "GB/s": "gb_per_s",
+    },
     "times": {"eager": "eager", "CUDA graph": "graph", "compiled": "compiled"},
     "processes": {
         "requests/s": RATE,
