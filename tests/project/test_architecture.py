@@ -75,6 +75,11 @@ FORBIDDEN_CALLS = {
 }
 
 
+# Files of tests that import private parts of the package which they do not test: those of tests/unit
+# test one part each, and the others test by public names. The number only falls.
+STRAYS = 63
+
+
 @dataclass(frozen=True)
 class Import:
     """One import statement's target, as a dotted name."""
@@ -415,6 +420,17 @@ def test_forbidden_functions_are_not_called(name: str) -> None:
     is_program = SOURCES[name].part in ("_cli", "_load", "testing")
     allowed = ["asyncio.run"] if is_program else []
     assert [use for use in forbidden_uses(SOURCES[name].tree) if use not in allowed] == []
+
+
+def test_private_parts_are_imported_by_their_own_tests() -> None:
+    strays = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        imports = _imports_in(ast.parse(path.read_text()), is_eager=True, is_typing=False)
+        names = {ours(one) for one in imports} - {None}
+        parts = {str(name).partition(".")[0] for name in names if str(name).startswith("_")}
+        if len(parts) > (path.parent.name == "unit"):
+            strays.append(str(path.relative_to(ROOT)))
+    assert len(strays) == STRAYS, "\n".join(strays)
 
 
 @pytest.mark.parametrize(
