@@ -75,8 +75,8 @@ FORBIDDEN_CALLS = {
 }
 
 
-# Files of tests that import private parts of the package which they do not test: those of tests/unit
-# test one part each, and the others test by public names. The number only falls.
+# Files of tests that import private parts of the package which they do not test: those of
+# tests/unit test one part each, and the others test by public names. The number only falls.
 STRAYS = 63
 
 
