@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 from collections import Counter as Counts
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,6 +33,7 @@ from fast_batcher.observing import (
     RequestEnded,
     WorkerChanged,
 )
+from fast_batcher.stats import BatcherStats
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -82,14 +84,14 @@ def instrument(batcher: DynBatcher[Any, Any], registry: CollectorRegistry | None
     """
     check_batchers("instrument", batcher)
     registry = _check_registry("instrument", registry)
-    metrics = _metrics.get(registry)
-    if metrics is None:
-        metrics = _metrics[registry] = _Metrics(registry)
+    registered = _registered.get(registry)
+    if registered is None:
+        registered = _registered[registry] = _Registered(registry)
     else:
-        metrics.register_again(registry)
-    if batcher not in metrics.batchers:
-        metrics.batchers.add(batcher)
-        observer = PrometheusObserver(batcher, metrics)
+        registered.register_again(registry)
+    if batcher not in registered.batchers:
+        registered.batchers.add(batcher)
+        observer = PrometheusObserver(batcher, registered)
         batcher.add_observer(observer)
         if batcher.state not in ("new", "closed"):
             observer.refresh_soon()
@@ -135,14 +137,14 @@ def metrics_router(registry: CollectorRegistry | None = None) -> "APIRouter":
 
 def _describe_lack(registry: CollectorRegistry) -> str:
     """Describe why a page with the metrics of a registry misleads; "" if it does not."""
-    metrics = _metrics.get(registry)
-    if metrics is None:
+    registered = _registered.get(registry)
+    if registered is None:
         return "/metrics has no metrics of a batcher: call instrument(batcher) with its registry"
-    if metrics.reported_elsewhere:
+    if registered.reported_elsewhere:
         return (
             "/metrics of this process shows 0 for what another server process reports, of "
-            f"{', '.join(sorted(metrics.reported_elsewhere))}: set PROMETHEUS_MULTIPROC_DIR to an "
-            "empty directory, and each process shows the sums of all"
+            f"{', '.join(sorted(registered.reported_elsewhere))}: set PROMETHEUS_MULTIPROC_DIR to "
+            "an empty directory, and each process shows the sums of all"
         )
     return ""
 
@@ -159,172 +161,183 @@ def _check_registry(caller: str, registry: CollectorRegistry | None) -> Collecto
     return registry
 
 
-class _Metrics:
+class Metric(NamedTuple):
+    """Declaration of a metric; all series have the label `model`, the batcher's name."""
+
+    kind: type[Counter | Gauge | Histogram]
+    text: str
+    # Name of a further label, and its values that are known.
+    label: str = ""
+    known: Sequence[str] = ()
+    # Reads the value from the statistics; None for a metric that events change.
+    read: Callable[[BatcherStats], float] | None = None
+    # Only of a batcher whose model answers in steps.
+    is_of_streams: bool = False
+    # Whether each server process reports its own part, also with `shared`.
+    is_of_process: bool = False
+    buckets: Sequence[float] = SECONDS
+    # How a gauge is combined over server processes. Seconds of several do not add up.
+    over_processes: Literal["livesum", "livemax"] = "livesum"
+
+    def make(self, name: str, registry: CollectorRegistry) -> Any:
+        """Make the metric for all batchers of a registry."""
+        options: dict[str, Any] = {}
+        if self.kind is Histogram:
+            options["buckets"] = self.buckets
+        elif self.kind is Gauge:
+            options["multiprocess_mode"] = self.over_processes
+        labels = ("model", self.label) if self.label else ("model",)
+        return self.kind(f"fast_batcher_{name}", self.text, labels, registry=registry, **options)
+
+
+# The one list of the metrics, by their names; docs/observability.md describes them.
+METRICS = {
+    "requests_total": Metric(Counter, "Requests that have ended.", "outcome", get_args(Outcome)),
+    "batches_total": Metric(
+        Counter, "Batches that workers have answered.", "release", [*map(str, Release)]
+    ),
+    "worker_restarts_total": Metric(Counter, "Workers that took another's place."),
+    "late_errors_total": Metric(
+        Counter,
+        "Batches whose error no caller has got, because they had left.",
+        read=lambda stats: stats.late_errors,
+    ),
+    "event_loop_blocked_seconds_total": Metric(
+        Counter,
+        "Time for which the event loop of an API process was blocked, at least.",
+        read=lambda stats: stats.loop_blocked,
+        is_of_process=True,
+    ),
+    "cache_requests_total": Metric(
+        Counter,
+        "Calls of a batcher with a cache, by its result.",
+        "result",
+        get_args(CacheResult),
+    ),
+    "batch_size": Metric(Histogram, "Requests in answered batches.", buckets=BATCH_SIZES),
+    "queue_wait_seconds": Metric(
+        Histogram, "From a request's arrival until its worker began with it."
+    ),
+    "infer_seconds": Metric(Histogram, "Time that the model took for a batch."),
+    "request_seconds": Metric(
+        Histogram, "From a request's arrival to its end, but for rejected requests."
+    ),
+    "gc_pause_seconds": Metric(
+        Histogram, "Pauses of the API process by Python's garbage collector."
+    ),
+    "first_chunk_seconds": Metric(
+        Histogram,
+        "From a stream's arrival to its first chunk, noted at its end.",
+        is_of_streams=True,
+    ),
+    "chunk_gap_seconds": Metric(
+        Histogram,
+        "Mean time between the chunks of a stream, noted at its end.",
+        is_of_streams=True,
+    ),
+    "chunks_total": Metric(
+        Counter,
+        "Chunks that workers have sent.",
+        read=lambda stats: stats.chunks,
+        is_of_streams=True,
+    ),
+    "live_streams": Metric(
+        Gauge,
+        "Streams that have a place in a worker.",
+        read=lambda stats: stats.live_streams,
+        is_of_streams=True,
+    ),
+    "stream_places": Metric(
+        Gauge,
+        "Places for streams in the ready workers.",
+        read=lambda stats: stats.places or 0,
+        is_of_streams=True,
+    ),
+    "queue_size": Metric(
+        Gauge, "Requests that wait for a worker.", read=lambda stats: stats.waiting
+    ),
+    "workers_ready": Metric(
+        Gauge, "Workers that have loaded the model.", read=lambda stats: stats.workers_ready
+    ),
+    "workers_wanted": Metric(
+        Gauge,
+        "Workers that there should be.",
+        read=lambda stats: 0 if stats.state in ("draining", "closed") else stats.num_workers,
+    ),
+    "in_flight": Metric(Gauge, "Requests that workers have.", read=lambda stats: stats.running),
+    "sessions": Metric(Gauge, "Live sessions.", read=lambda stats: stats.sessions),
+    "gpu_reserved_bytes": Metric(
+        Gauge,
+        "Memory of the GPU that PyTorch has reserved in a worker.",
+        "worker",
+    ),
+    "backlog_seconds": Metric(
+        Gauge,
+        "Predicted time in which the ready workers answer everything that waits and runs.",
+        # It changes in steps of 1 / 1024, because sums of such steps are exact.
+        read=lambda stats: round(1024 * (stats.backlog or 0.0)) / 1024,
+        over_processes="livemax",
+    ),
+}
+
+
+class _Registered:
     """The metrics of one registry, and the batchers whose observers set them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.batchers: WeakSet[DynBatcher[Any, Any]] = WeakSet()
         # Names of the batchers whose gauges another server process sets.
         self.reported_elsewhere: set[str] = set()
-
-        def count(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"fast_batcher_{name}", text, ("model", *labels), registry=registry)
-
-        def distribute(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            name = f"fast_batcher_{name}"
-            return Histogram(name, text, ("model",), registry=registry, buckets=buckets)
-
-        def show(
-            name: str,
-            text: str,
-            over_processes: Literal["livesum", "livemax"] = "livesum",
-            labels: tuple[str, ...] = ("model",),
-        ) -> Gauge:
-            name = f"fast_batcher_{name}"
-            return Gauge(name, text, labels, registry=registry, multiprocess_mode=over_processes)
-
-        self.requests: Counter = count("requests_total", "Requests that have ended.", "outcome")
-        self.batches: Counter = count(
-            "batches_total", "Batches that workers have answered.", "release"
-        )
-        self.restarts: Counter = count(
-            "worker_restarts_total", "Workers that took another's place."
-        )
-        self.late_errors: Counter = count(
-            "late_errors_total", "Batches whose error no caller has got, because they had left."
-        )
-        self.loop_blocked: Counter = count(
-            "event_loop_blocked_seconds_total",
-            "Time for which the event loop of an API process was blocked, at least.",
-        )
-        self.cache: Counter = count(
-            "cache_requests_total", "Calls of a batcher with a cache, by its result.", "result"
-        )
-        self.batch_size: Histogram = distribute(
-            "batch_size", "Requests in answered batches.", BATCH_SIZES
-        )
-        self.queue_wait: Histogram = distribute(
-            "queue_wait_seconds", "From a request's arrival until its worker began with it."
-        )
-        self.infer: Histogram = distribute("infer_seconds", "Time that the model took for a batch.")
-        self.request: Histogram = distribute(
-            "request_seconds", "From a request's arrival to its end, but for rejected requests."
-        )
-        self.first_chunk: Histogram = distribute(
-            "first_chunk_seconds", "From a stream's arrival to its first chunk, noted at its end."
-        )
-        self.chunk_gap: Histogram = distribute(
-            "chunk_gap_seconds", "Mean time between the chunks of a stream, noted at its end."
-        )
-        self.chunks: Counter = count("chunks_total", "Chunks that workers have sent.")
-        self.live_streams: Gauge = show("live_streams", "Streams that have a place in a worker.")
-        self.places: Gauge = show("stream_places", "Places for streams in the ready workers.")
-        self.gc_pause: Histogram = distribute(
-            "gc_pause_seconds", "Pauses of the API process by Python's garbage collector."
-        )
-        self.queue_size: Gauge = show("queue_size", "Requests that wait for a worker.")
-        self.workers_ready: Gauge = show("workers_ready", "Workers that have loaded the model.")
-        self.workers_wanted: Gauge = show("workers_wanted", "Workers that there should be.")
-        self.in_flight: Gauge = show("in_flight", "Requests that workers have.")
-        self.sessions: Gauge = show("sessions", "Live sessions.")
-        self.gpu_bytes: Gauge = show(
-            "gpu_reserved_bytes",
-            "Memory of the GPU that PyTorch has reserved in a worker.",
-            labels=("model", "worker"),
-        )
-        # Seconds of several server processes do not add up.
-        self.backlog: Gauge = show(
-            "backlog_seconds",
-            "Predicted time in which the ready workers answer everything that waits and runs.",
-            "livemax",
-        )
+        self.metrics = {name: metric.make(name, registry) for name, metric in METRICS.items()}
 
     def register_again(self, registry: CollectorRegistry) -> None:
         """Register metrics that something has removed, as fixtures of tests clear a registry."""
-        for metric in vars(self).values():
-            if isinstance(metric, Counter | Gauge | Histogram):
-                with contextlib.suppress(KeyError):  # it was removed
-                    registry.unregister(metric)
-                registry.register(metric)
+        for metric in self.metrics.values():
+            with contextlib.suppress(KeyError):  # it was removed
+                registry.unregister(metric)
+            registry.register(metric)
 
 
 # The metrics that this module has made, by their registries.
-_metrics: WeakKeyDictionary[CollectorRegistry, _Metrics] = WeakKeyDictionary()
+_registered: WeakKeyDictionary[CollectorRegistry, _Registered] = WeakKeyDictionary()
+
+# Name of a metric, with the value of its further label if it has one.
+_Key = str | tuple[str, str]
 
 
-class Figures(NamedTuple):
-    """The values of the gauges of one batcher."""
-
-    waiting: int = 0
-    workers_ready: int = 0
-    workers_wanted: int = 0
-    running: int = 0
-    backlog: float = 0.0
-    sessions: int = 0
-    live_streams: int = 0
-    places: int = 0
-
-
-class _Series:
+class _Series(dict[_Key, Any]):
     """The time series of one batcher, looked up once: `labels` takes longer than `inc`."""
 
-    def __init__(self, metrics: _Metrics, model: str) -> None:
-        # Every series exists from the start, because a rate needs a zero to begin with.
-        self.requests = {
-            outcome: metrics.requests.labels(model, outcome) for outcome in get_args(Outcome)
-        }
-        self.batches = {
-            str(release): metrics.batches.labels(model, str(release)) for release in Release
-        }
-        self.restarts = metrics.restarts.labels(model)
-        self.late_errors = metrics.late_errors.labels(model)
-        self.loop_blocked = metrics.loop_blocked.labels(model)
-        self.cache = {
-            result: metrics.cache.labels(model, result) for result in get_args(CacheResult)
-        }
-        self.batch_size = metrics.batch_size.labels(model)
-        self.queue_wait = metrics.queue_wait.labels(model)
-        self.infer = metrics.infer.labels(model)
-        self.request = metrics.request.labels(model)
-        self.gc_pause = metrics.gc_pause.labels(model)
-        self.gauges = (
-            metrics.queue_size.labels(model),
-            metrics.workers_ready.labels(model),
-            metrics.workers_wanted.labels(model),
-            metrics.in_flight.labels(model),
-            metrics.backlog.labels(model),
-            metrics.sessions.labels(model),
-        )
+    def __init__(self, metrics: dict[str, Any], model: str) -> None:
+        self._metrics = metrics
+        self._model = model
 
+    def make_known(self, name: str, metric: Metric) -> None:
+        """Make the series of a metric: a rate needs a zero to begin with."""
+        for key in [(name, value) for value in metric.known] if metric.label else [name]:
+            self[key]
 
-class _StreamSeries:
-    """The further time series of a batcher whose model answers in steps."""
-
-    def __init__(self, metrics: _Metrics, model: str) -> None:
-        self.first_chunk = metrics.first_chunk.labels(model)
-        self.chunk_gap = metrics.chunk_gap.labels(model)
-        self.chunks = metrics.chunks.labels(model)
-        self.gauges = metrics.live_streams.labels(model), metrics.places.labels(model)
+    def __missing__(self, key: _Key) -> Any:
+        """Make a series."""
+        name, *labels = (key,) if isinstance(key, str) else key
+        series = self[key] = self._metrics[name].labels(self._model, *labels)
+        return series
 
 
 class PrometheusObserver(Observer):
     """Sets the metrics of one batcher; `instrument` makes it.
 
     Args:
-        batcher: The batcher, whose `stats` give the gauges and the late errors.
-        metrics: The metrics of a registry.
+        batcher: The batcher, whose `stats` give the metrics that no event changes.
+        registered: The metrics of a registry.
     """
 
-    def __init__(self, batcher: DynBatcher[Any, Any], metrics: _Metrics) -> None:
+    def __init__(self, batcher: DynBatcher[Any, Any], registered: _Registered) -> None:
         self._batcher = batcher
-        self._metrics = metrics
+        self._registered = registered
         self._timer: asyncio.Handle | None = None
-        # This batcher's part of the gauges; its late errors, chunks and seconds of a blocked loop
-        # that are counted already.
-        self._shown = [0.0] * len(Figures())
-        self._late_errors = self._chunks = 0
-        self._loop_blocked = 0.0
-        self._gpu_bytes: dict[int, int] = {}
+        # This batcher's part of the values that are read from its statistics.
+        self._shown: dict[_Key, float] = {}
 
     @cached_property
     def _series(self) -> _Series:
@@ -333,62 +346,59 @@ class PrometheusObserver(Observer):
         In multiprocess mode a series is written to a file at once. A worker that imports the app's
         module instruments a batcher as well, but there it has no events.
         """
-        return _Series(self._metrics, self._batcher.name)
-
-    @cached_property
-    def _streams(self) -> _StreamSeries:
-        return _StreamSeries(self._metrics, self._batcher.name)
+        return _Series(self._registered.metrics, self._batcher.name)
 
     def batch_answered(self, event: BatchAnswered) -> None:
         """Count a batch and its requests."""
         series = self._series
-        series.batches[event.release].inc()
+        series["batches_total", event.release].inc()
         if event.chunks is None:
-            series.batch_size.observe(event.size)
+            series["batch_size"].observe(event.size)
         elif event.requests:  # else it is told again when it ends
             self._count_stream(event.chunks)
-        series.infer.observe(event.infer_seconds)
+        series["infer_seconds"].observe(event.infer_seconds)
         for request in event.requests:
-            series.queue_wait.observe(request.queue_wait)
-            series.request.observe(request.total)
+            series["queue_wait_seconds"].observe(request.queue_wait)
+            series["request_seconds"].observe(request.total)
         for outcome, count in Counts([request.outcome for request in event.requests]).items():
-            series.requests[outcome].inc(count)
+            series["requests_total", outcome].inc(count)
 
     def request_ended(self, event: RequestEnded) -> None:
         """Count a request."""
-        self._series.requests[event.outcome].inc()
+        self._series["requests_total", event.outcome].inc()
         if event.outcome != "rejected":
-            self._series.request.observe(event.wait)
+            self._series["request_seconds"].observe(event.wait)
         if event.chunks is not None:
             self._count_stream(event.chunks)
 
     def _count_stream(self, chunks: ChunkTimes) -> None:
         if chunks.first_seconds is not None:
-            self._streams.first_chunk.observe(chunks.first_seconds)
+            self._series["first_chunk_seconds"].observe(chunks.first_seconds)
         if chunks.mean_gap is not None:
-            self._streams.chunk_gap.observe(chunks.mean_gap)
+            self._series["chunk_gap_seconds"].observe(chunks.mean_gap)
 
     def cache_used(self, event: CacheUsed) -> None:
         """Count a call that used the cache."""
-        self._series.cache[event.result].inc()
+        self._series["cache_requests_total", event.result].inc()
 
     def collection_paused(self, event: CollectionPaused) -> None:
         """Note a pause."""
-        self._series.gc_pause.observe(event.seconds)
+        self._series["gc_pause_seconds"].observe(event.seconds)
 
     def worker_changed(self, event: WorkerChanged) -> None:
         """Count a restart, and set the gauges as soon as the batcher has noted the change."""
         if event.change == "restarted":
-            self._series.restarts.inc()
+            self._series["worker_restarts_total"].inc()
         self.refresh_soon()
 
     def reporter_changed(self, event: ReporterChanged) -> None:
         """Set the gauges, or set them to zero if another process shows them."""
-        elsewhere = self._metrics.reported_elsewhere
+        elsewhere = self._registered.reported_elsewhere
         (elsewhere.discard if event.is_reporter else elsewhere.add)(self._batcher.name)
-        # Another process has counted these.
         stats = self._batcher.stats
-        self._late_errors, self._chunks = stats.late_errors, stats.chunks
+        for name, metric in METRICS.items():
+            if metric.read is not None and metric.kind is Counter and not metric.is_of_process:
+                self._shown[name] = metric.read(stats)  # another process has counted this
         self.refresh_soon()
 
     def refresh_soon(self) -> None:
@@ -410,42 +420,27 @@ class PrometheusObserver(Observer):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Bring the gauges, and the counts of late errors and of chunks, up to date."""
+        """Bring the metrics that are read from the statistics up to date."""
         stats = self._batcher.stats
-        values = Figures()
-        if stats.is_reporter:
-            is_ending = stats.state in ("draining", "closed")
-            values = Figures(
-                stats.waiting,
-                stats.workers_ready,
-                0 if is_ending else stats.num_workers,
-                stats.running,
-                # The gauge changes in steps of 1 / 1024, because sums of such steps are exact.
-                round(1024 * (stats.backlog or 0.0)) / 1024,
-                stats.sessions,
-                stats.live_streams,
-                stats.places or 0,
-            )
-        gauges: tuple[Gauge, ...] = self._series.gauges
-        is_stepped = stats.places is not None
-        if is_stepped:
-            gauges += self._streams.gauges
-        for index, (gauge, value) in enumerate(zip(gauges, values, strict=False)):
-            gauge.inc(value - self._shown[index])
-            self._shown[index] = value
-        self._show_gpu_bytes(stats.gpu_bytes if stats.is_reporter else {})
-        late, chunks = stats.late_errors, stats.chunks
-        if stats.is_reporter:
-            self._series.late_errors.inc(max(0, late - self._late_errors))
-            if is_stepped:
-                self._streams.chunks.inc(max(0, chunks - self._chunks))
-        self._late_errors, self._chunks = late, chunks
-        # Each process has a loop of its own, whichever reports.
-        blocked, self._loop_blocked = stats.loop_blocked - self._loop_blocked, stats.loop_blocked
-        self._series.loop_blocked.inc(blocked)
+        for name, metric in METRICS.items():
+            if metric.is_of_streams and stats.places is None:
+                continue
+            if metric.read is None:
+                self._series.make_known(name, metric)
+            else:
+                is_ours = stats.is_reporter or metric.is_of_process
+                self._show(metric, name, metric.read(stats), is_ours=is_ours)
+        name = "gpu_reserved_bytes"
+        gone = {key: 0 for key in self._shown if key[0] == name}  # workers that have ended
+        found = {(name, str(worker)): used for worker, used in stats.gpu_bytes.items()}
+        for key, used in (gone | found).items():
+            self._show(METRICS[name], key, used, is_ours=stats.is_reporter)
 
-    def _show_gpu_bytes(self, found: dict[int, int]) -> None:
-        for worker in found.keys() | self._gpu_bytes.keys():
-            gauge = self._metrics.gpu_bytes.labels(self._batcher.name, str(worker))
-            gauge.inc(found.get(worker, 0) - self._gpu_bytes.get(worker, 0))
-        self._gpu_bytes = found
+    def _show(self, metric: Metric, key: _Key, value: float, *, is_ours: bool) -> None:
+        """Add what is new in a value: batchers of one name, and server processes, are summed."""
+        if metric.kind is Gauge:
+            value *= is_ours
+            self._series[key].inc(value - self._shown.get(key, 0))
+        elif is_ours:
+            self._series[key].inc(max(0, value - self._shown.get(key, 0)))
+        self._shown[key] = value
