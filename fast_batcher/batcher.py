@@ -191,22 +191,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         group_by: Callable[[InputT], Hashable] | None = None,
         **options: Unpack[BatcherOptions],
     ) -> None:
+        # First, while the arguments are the only local variables.
+        values: dict[str, Any] = {name: one for name, one in locals().items() if name in OPTIONS}
         reject_unknown_options(options)
-        values: dict[str, Any] = dict(
-            max_batch_size=max_batch_size,
-            max_delay=max_delay,
-            num_workers=num_workers,
-            policy=policy,
-            max_latency=max_latency,
-            max_queue_size=max_queue_size,
-            timeout=timeout,
-            infer_timeout=infer_timeout,
-            auto_open=auto_open,
-            name=name,
-            cost=find_cost(model) if cost is None else cost,
-            group_by=group_by,
-            **options,
-        )
+        values |= {"cost": find_cost(model) if cost is None else cost, **options}
         if concatenates(model):
             values.setdefault("cost_is_padded", False)
         # The names of the arguments, with their sources. Another option has its default.

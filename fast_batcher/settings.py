@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from enum import Enum
 from math import inf
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Union, get_args, get_origin
@@ -362,23 +363,59 @@ def check_fields(settings: Any) -> None:
             values.check(field.name, value)
 
 
-# Options that concern this machine alone, and what replaces each with `workers`.
-_OF_THIS_MACHINE = {
-    "devices": "give num_gpus= to the workers: each sees its own GPUs, as cuda:0",
-    "workers_per_device": "give the workers a fraction, for example num_gpus=0.5",
-    "mps": "start MPS on the nodes",
-    "max_rss_bytes": "give max_batches_per_worker=",
-}
-# Options that need processes, and what replaces each with `workers="threads"`.
-_OF_PROCESSES = {
-    "shared": "the threads are those of one process",
-    "mps": "threads share a CUDA context; omit it",
-    "max_rss_bytes": "give max_batches_per_worker=",
-    "max_shared_bytes": "inputs and outputs are passed on as they are; omit it",
-    "shared_memory_threshold": "inputs and outputs are passed on as they are; omit it",
-    "max_frame_bytes": "inputs and outputs are passed on as they are; omit it",
-}
-_GIVE_COST = "give cost=, a function from an input to its cost"
+class Circumstance(NamedTuple):
+    """Circumstance in which some options have no effect."""
+
+    words: str
+    """Words for errors."""
+    holds: Callable[["Settings"], bool] = lambda _: False
+    """Whether the settings bring it about; with another one the kind of the model does."""
+
+
+class NoEffect(NamedTuple):
+    """Circumstance in which an option has no effect, so that it is refused."""
+
+    circumstance: Circumstance
+    """The circumstance."""
+    remedy: str
+    """The remedy, for an error."""
+
+
+class Use(Enum):
+    """Use of an option beside the batcher's own."""
+
+    HERE = "here"
+    """Used by the process that constructs the batcher alone: a host process does not get it."""
+    MEASURED = "measured"
+    """Says where and how the model computes, or how inputs get there: a copy of the batcher that is
+    measured has it. The others concern arrivals, other processes, or failures.
+    """
+
+
+ON_CLUSTER = Circumstance(
+    "with workers= on a cluster", lambda one: isinstance(one.workers, RemoteWorkers)
+)
+IN_THREADS = Circumstance("with workers in threads", lambda one: one.workers == "threads")
+IN_HOST = Circumstance(
+    "in the host process, which does not import the app",
+    lambda one: one.has_host and not isinstance(one.policy, str),
+)
+NO_HOLDS = Circumstance("without holds", lambda one: one.policy == "greedy")
+NO_COSTS = Circumstance("without costs", lambda one: one.cost is None)
+NO_CACHE = Circumstance("without a cache", lambda one: one.cache is None)
+NO_IDENTITY = Circumstance("without sharing or a cache", lambda one: not one.needs_identity)
+NO_DEVICES = Circumstance("without devices", lambda one: one.devices is None)
+NO_SHARED_GPU = Circumstance("without sharing a GPU", lambda one: one.workers_per_device == 1)
+STEPPED = Circumstance("with a SteppedModel")
+STEPS_RUN = Circumstance("while a SteppedModel runs")
+REMEMBERING = Circumstance("with a SessionModel")
+NO_SESSIONS = Circumstance("with a model without sessions")
+NO_STAGES = Circumstance("with a model without stages")
+
+_HERE, _MEASURED = Use.HERE, Use.MEASURED
+_NO_COSTS = NoEffect(NO_COSTS, "give cost=, a function from an input to its cost")
+_NOT_PASSED = NoEffect(IN_THREADS, "inputs and outputs are passed on as they are; omit it")
+_NOT_HELD = NoEffect(STEPPED, "a stream joins at the next step, and nothing is held")
 
 
 @dataclass(frozen=True)
@@ -386,17 +423,25 @@ class Settings:
     """The checked settings of one batcher.
 
     This is the one list of the options of `DynBatcher`. Each field has its type, its range, a line
-    for documents and its default; `OPTIONS` has them by name.
+    for documents, where it applies, and its default; `OPTIONS` has them by name.
 
     Raises:
         ConfigurationError: A setting is wrong; raised for the first one.
     """
 
-    max_batch_size: Annotated[int, BATCH_SIZE, "Most requests in a batch."] = 32
+    max_batch_size: Annotated[
+        int,
+        BATCH_SIZE,
+        "Most requests in a batch.",
+        NoEffect(STEPS_RUN, "a worker keeps its places; close the batcher and open another"),
+        _MEASURED,
+    ] = 32
     max_delay: Annotated[
         float | None,
         SECONDS_OR_ZERO,
         "Longest time for which a batch is held while a worker is free.",
+        NoEffect(NO_HOLDS, "give another policy"),
+        _NOT_HELD,
     ] = None
     num_workers: Annotated[
         int | tuple[int, int], NUM_WORKERS, "Worker processes, each with a copy of the model."
@@ -405,6 +450,8 @@ class Settings:
         PolicyName | BatchPolicy,
         Range("'adaptive', 'greedy', 'fixed' or a `BatchPolicy`", _check_policy),
         "Rule for the moment at which a batch that is not full leaves.",
+        NoEffect(IN_HOST, "give a name, or omit shared= and RayWorkers"),
+        _NOT_HELD,
     ] = "adaptive"
     max_latency: Annotated[
         float | None,
@@ -425,25 +472,38 @@ class Settings:
     infer_timeout: Annotated[
         float | None, SECONDS, "Time that a batch may take; then its worker is replaced."
     ] = None
-    auto_open: Annotated[bool, SWITCH, "Whether the first awaited call opens a new batcher."] = True
-    name: Annotated[str | None, LABEL, "Name in logs and health checks."] = None
+    auto_open: Annotated[
+        bool, SWITCH, "Whether the first awaited call opens a new batcher.", _HERE
+    ] = True
+    name: Annotated[str | None, LABEL, "Name in logs and health checks.", _HERE, _MEASURED] = None
     cost: Annotated[
         Callable[[Any], float] | None,
         FUNCTION,
         "Cost of an input, for example its number of tokens: 0 to 1e15.",
+        _HERE,
+        _MEASURED,
     ] = None
     group_by: Annotated[
         Callable[[Any], Hashable] | None,
         FUNCTION,
         "Key of an input; only inputs with equal keys share a batch.",
+        NoEffect(STEPPED, "a step computes all streams; use a batcher for each group"),
+        _HERE,
     ] = None
     # The options of `BatcherOptions` begin here.
-    max_batch_cost: Annotated[float | None, COST_LIMIT, "Highest cost of a batch."] = None
-    max_request_cost: Annotated[float | None, COST_LIMIT, "Highest cost of an input."] = None
+    max_batch_cost: Annotated[
+        float | None, COST_LIMIT, "Highest cost of a batch.", _NO_COSTS, _MEASURED
+    ] = None
+    max_request_cost: Annotated[
+        float | None, COST_LIMIT, "Highest cost of an input.", _NO_COSTS
+    ] = None
     cost_is_padded: Annotated[
         bool,
         SWITCH,
         "Whether the cost of a batch is its size times its highest cost, as for padded inputs.",
+        _NO_COSTS,
+        NoEffect(STEPPED, "the cost of a step is the sum of the costs of its streams"),
+        _MEASURED,
     ] = True
     enabled: Annotated[bool, SWITCH, "Whether requests share batches."] = True
     # The checks replace it by a list of names, and `num_workers` by the workers on these devices.
@@ -451,39 +511,65 @@ class Settings:
         str | Sequence[str] | None,
         Range('`"auto"`, a device, or a list of devices', check_devices),
         "Devices of the workers, which take them in turn; replaces `num_workers`.",
+        NoEffect(ON_CLUSTER, "give num_gpus= to the workers: each sees its own GPUs, as cuda:0"),
+        _MEASURED,
     ] = None
-    workers_per_device: Annotated[int, WORKERS, "Workers on each of `devices`."] = 1
-    mps: Annotated[bool, SWITCH, "Whether pinned workers share a GPU by NVIDIA MPS."] = False
+    workers_per_device: Annotated[
+        int,
+        WORKERS,
+        "Workers on each of `devices`.",
+        NoEffect(ON_CLUSTER, "give the workers a fraction, for example num_gpus=0.5"),
+        NoEffect(NO_DEVICES, "give devices=, or num_workers="),
+    ] = 1
+    mps: Annotated[
+        bool,
+        SWITCH,
+        "Whether pinned workers share a GPU by NVIDIA MPS.",
+        NoEffect(ON_CLUSTER, "start MPS on the nodes"),
+        NoEffect(IN_THREADS, "threads share a CUDA context; omit it"),
+        NoEffect(NO_SHARED_GPU, "give workers_per_device=2"),
+    ] = False
     workers: Annotated[
         RemoteWorkers | WorkerKind | None,
         Range('`"processes"`, `"threads"` or `RayWorkers`', _check_workers),
         "Whether workers are processes, threads of this process, or actors of a Ray cluster.",
+        _MEASURED,
     ] = None
     shared: Annotated[
         bool | str,
         Range("True, False or a name", _check_shared),
         "Whether the processes of a server share one set of workers, in a host process.",
+        NoEffect(IN_THREADS, "the threads are those of one process"),
+        _HERE,
     ] = False
     shared_version: Annotated[
         str | None,
         LABEL,
         "Text that tells apart versions of a model: they share no host and no cached outputs.",
+        NoEffect(NO_IDENTITY, "give shared=True"),
+        _HERE,
     ] = None
     stage_threads: Annotated[
         int | None,
         WORKERS,
         "Threads of each worker for `prepare` and `finish` of the model.",
+        NoEffect(NO_STAGES, "give it prepare or finish, or omit it"),
+        _MEASURED,
     ] = None
-    stepped: Annotated[bool, SWITCH, "Whether the class that a text names is a `SteppedModel`."] = (
-        False
-    )
+    stepped: Annotated[
+        bool, SWITCH, "Whether the class that a text names is a `SteppedModel`.", _MEASURED
+    ] = False
     max_sessions: Annotated[
         int,
         COUNT,
         "Most sessions of a worker; the first call of a further one fails with `QueueFullError`.",
+        NoEffect(NO_SESSIONS, "derive its class from SessionModel, or omit it"),
     ] = MAX_SESSIONS
     start_timeout: Annotated[
-        float, SECONDS, "Time that a worker may take to load the model; then it is killed."
+        float,
+        SECONDS,
+        "Time that a worker may take to load the model; then it is killed.",
+        _MEASURED,
     ] = 300.0
     # The default is below the 30 s that Kubernetes gives a pod.
     drain_timeout: Annotated[
@@ -495,6 +581,7 @@ class Settings:
         float,
         SECONDS_OR_ZERO,
         "Time that a worker may take to end by itself; then it is terminated, and later killed.",
+        _MEASURED,
     ] = 2.0
     max_queue_bytes: Annotated[int | None, BYTES, "Most bytes of waiting inputs."] = None
     idempotent: Annotated[bool, SWITCH, "Whether an input may be computed twice."] = True
@@ -502,6 +589,7 @@ class Settings:
         bool,
         SWITCH,
         "Whether a batch for which `infer` raised is divided until the failing inputs are alone.",
+        NoEffect(STEPPED, "the model says which stream fails: step returns an exception for it"),
     ] = True
     max_restarts: Annotated[
         int | None, whole(0), "Most restarts of one worker within `restart_window`."
@@ -519,19 +607,34 @@ class Settings:
         int | None,
         Range(BYTES.text, _check_rss, "bytes"),
         "Resident memory from which a worker is replaced.",
+        NoEffect(ON_CLUSTER, "give max_batches_per_worker="),
+        NoEffect(IN_THREADS, "give max_batches_per_worker="),
     ] = None
     cache: Annotated[
-        Cache | None, CACHE, "Cache in which outputs are looked up before they are computed."
+        Cache | None,
+        CACHE,
+        "Cache in which outputs are looked up before they are computed.",
+        NoEffect(STEPPED, "chunks are not cached; keep the result of process_batched in the app"),
+        NoEffect(REMEMBERING, "an answer depends on the earlier inputs of its session"),
+        _HERE,
     ] = None
     key: Annotated[
-        Callable[[Any], Hashable] | None, FUNCTION, "Key of an input for `cache`, hashable."
+        Callable[[Any], Hashable] | None,
+        FUNCTION,
+        "Key of an input for `cache`, hashable.",
+        NoEffect(NO_CACHE, "give cache="),
+        _HERE,
     ] = None
     observers: Annotated[
-        Sequence[Observer], OBSERVERS, "Observers of batches, requests and workers."
+        Sequence[Observer], OBSERVERS, "Observers of batches, requests and workers.", _HERE
     ] = ()
     # The minimum leaves room for an error with text and traceback (64 Ki characters each).
     max_frame_bytes: Annotated[
-        int, whole(2**20, unit="bytes"), "Largest message to or from a worker."
+        int,
+        whole(2**20, unit="bytes"),
+        "Largest message to or from a worker.",
+        _NOT_PASSED,
+        _MEASURED,
     ] = MAX_FRAME_BYTES
     # Two batches, the most that a worker has at once, of the default `max_frame_bytes`. No file can
     # be longer than `sys.maxsize`.
@@ -539,6 +642,8 @@ class Settings:
         int,
         Range("0 or more", whole(0, sys.maxsize).check, "bytes"),
         "Most memory that the workers share with this process for large inputs.",
+        _NOT_PASSED,
+        _MEASURED,
     ] = 2 * MAX_FRAME_BYTES
     # A buffer of less than 4 KiB is cheaper to copy than to describe. From 64 KiB on CPython's
     # pickler passes the buffer itself to the stream, so that keeping it out saves no copy.
@@ -546,38 +651,25 @@ class Settings:
         int,
         whole(4 * 1024, 64 * 1024, "bytes"),
         "Smallest buffer of a large batch that reaches the model as a view of shared memory.",
+        _NOT_PASSED,
+        _MEASURED,
     ] = SHARED_MEMORY_THRESHOLD
     freeze_gc: Annotated[
-        bool, SWITCH, "Whether each worker leaves its loaded model out of garbage collections."
+        bool,
+        SWITCH,
+        "Whether each worker leaves its loaded model out of garbage collections.",
+        _MEASURED,
     ] = True
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
         check_fields(self)
+        reject_without_effect(self)
         self._take_workers()
         if self.policy == "fixed" and self.max_delay is None:
             raise ConfigurationError(
                 "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so "
                 "give a number of seconds, for example max_delay=0.01"
-            )
-        for name, is_given, needed, remedy in (
-            ("max_delay", self.policy != "greedy", "holds", "give another policy"),
-            ("max_batch_cost", self.cost is not None, "costs", _GIVE_COST),
-            ("cost_is_padded", self.cost is not None, "costs", _GIVE_COST),
-            ("max_request_cost", self.cost is not None, "costs", _GIVE_COST),
-            ("key", self.cache is not None, "a cache", "give cache="),
-            ("shared_version", self.needs_identity, "sharing or a cache", "give shared=True"),
-            ("mps", self.workers_per_device > 1, "sharing a GPU", "give workers_per_device=2"),
-        ):
-            value = getattr(self, name)
-            if value != OPTIONS[name].default and not is_given:
-                raise ConfigurationError(
-                    f"{name}={value!r:.100}: it has no effect without {needed}; {remedy}"
-                )
-        if self.has_host and not isinstance(self.policy, str):
-            raise ConfigurationError(
-                f"policy={self.policy!r:.100}: the host process decides when batches leave, and "
-                "does not import the app; give a name, or omit shared= and RayWorkers"
             )
         self._resolve_devices()
 
@@ -587,11 +679,6 @@ class Settings:
         `mps` is turned off where no worker uses a GPU.
         """
         if self.devices is None:
-            if self.workers_per_device != 1:
-                raise ConfigurationError(
-                    f"workers_per_device={self.workers_per_device}: it has no effect "
-                    "without devices; give devices=, or num_workers="
-                )
             return
         devices = name_devices(self.devices, os.environ)
         count = len(devices) * self.workers_per_device
@@ -607,17 +694,9 @@ class Settings:
         object.__setattr__(self, "mps", self.mps and "cuda" in "".join(devices))
 
     def _take_workers(self) -> None:
-        """Take what `workers` implies, and refuse what has no effect with them."""
+        """Take what `workers` implies."""
         if self.workers in (None, "processes"):
             return
-        is_remote = isinstance(self.workers, RemoteWorkers)
-        where = "workers= on a cluster" if is_remote else "workers in threads"
-        for name, remedy in (_OF_THIS_MACHINE if is_remote else _OF_PROCESSES).items():
-            value = getattr(self, name)
-            if value not in (OPTIONS[name].default, 0):  # 0 bytes of shared memory are none
-                raise ConfigurationError(
-                    f"{name}={value!r:.100}: it has no effect with {where}; {remedy}"
-                )
         if not isinstance(self.workers, RemoteWorkers):
             names = name_devices(self.devices or (), os.environ)
             if any(name.startswith("cpu:") for name in names):
@@ -706,6 +785,10 @@ class Option:
     """One line for people, in Markdown."""
     is_live: bool
     """Whether `DynBatcher.reconfigure` can change it while the batcher runs."""
+    no_effect: Sequence[NoEffect]
+    """Circumstances in which it is refused, because it has no effect."""
+    uses: Collection[Use]
+    """Uses beside the batcher's own."""
 
     def __str__(self) -> str:
         """Describe the unit and the range."""
@@ -715,7 +798,7 @@ class Option:
 
 def _list_options() -> Iterator[Option]:
     for field in fields(Settings):
-        kind, values, doc = get_args(field.type)
+        kind, values, doc, *facts = get_args(field.type)
         kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         yield Option(
             name=field.name,
@@ -725,6 +808,8 @@ def _list_options() -> Iterator[Option]:
             default=field.default,
             doc=doc,
             is_live=field.name in Reconfiguration.__annotations__,
+            no_effect=[fact for fact in facts if isinstance(fact, NoEffect)],
+            uses={fact for fact in facts if isinstance(fact, Use)},
         )
 
 
@@ -751,40 +836,35 @@ class SettingValue(NamedTuple):
     """"code", "default", "reconfigure", an environment variable, or a file and the place in it."""
 
 
-# Options that have no effect with a kind of model, and the remedy for each.
-_WITHOUT_EFFECT = {
-    "a SteppedModel": {
-        "max_delay": "a stream joins at the next step, and nothing is held",
-        "policy": "a stream joins at the next step, and nothing is held",
-        "cost_is_padded": "the cost of a step is the sum of the costs of its streams",
-        "group_by": "a step computes all streams; use a batcher for each group",
-        "cache": "chunks are not cached; keep the result of process_batched in the app",
-        "isolate_errors": "the model says which stream fails: step returns an exception for it",
-    },
-    "a SessionModel": {"cache": "an answer depends on the earlier inputs of its session"},
-    "a model without sessions": {"max_sessions": "derive its class from SessionModel, or omit it"},
-    "a model without stages": {"stage_threads": "give it prepare or finish, or omit it"},
-}
+def reject_without_effect(
+    settings: Settings, words: Collection[str] = (), given: Collection[str] | None = None
+) -> None:
+    """Refuse options that have no effect.
+
+    Args:
+        settings: The settings.
+        words: Circumstances that hold besides those of the settings.
+        given: Names of the options that may be refused; None for those without their default.
+    """
+    for name, option in OPTIONS.items():
+        value = getattr(settings, name)
+        for circumstance, remedy in option.no_effect:
+            if circumstance.words in words or circumstance.holds(settings):
+                # 0 bytes of shared memory are none.
+                is_set = value != option.default and (value != 0 or option.range.unit != "bytes")
+                if is_set if given is None else name in given:
+                    text = f"{name}={value!r:.100}: it has no effect {circumstance.words}; {remedy}"
+                    raise ConfigurationError(text)
 
 
 def reject_for_model(
-    settings: "Settings", kinds: Iterable[str], changes: Collection[str] = ()
+    settings: Settings, kinds: Iterable[str], changes: Collection[str] = ()
 ) -> None:
     """Refuse options without an effect for these kinds of models, and changes while one runs."""
-    for kind in kinds:
-        refused = {
-            name: remedy
-            for name, remedy in _WITHOUT_EFFECT[kind].items()
-            if getattr(settings, name) != OPTIONS[name].default
-        }
-        if kind == "a SteppedModel" and "max_batch_size" in changes:
-            refused["max_batch_size"] = (
-                "a worker keeps its places; close the batcher and open another"
-            )
-        for name, remedy in refused.items():
-            raise ConfigurationError(
-                f"{name}={getattr(settings, name)!r:.100}: it has no effect with {kind}; {remedy}"
-            )
+    words = [f"with {kind}" for kind in kinds]
+    reject_without_effect(settings, words)
+    if STEPPED.words in words:
+        reject_without_effect(settings, [STEPS_RUN.words], changes)
 
 
 def reject_unknown_options(given: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ from fast_batcher.configuration import find_similar
 from fast_batcher.errors import BatcherError
 from fast_batcher.model import InferenceModel, Model
 from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
-from fast_batcher.settings import OPTIONS, RemoteWorkers, Settings
+from fast_batcher.settings import OPTIONS, RemoteWorkers, Settings, Use
 
 # Different batches of each size that are timed: as many as hold the inputs of the largest batch, in
 # these bounds. Inputs may take times of their own, and a few small batches show little of that.
@@ -132,13 +132,8 @@ def load_target(target: str) -> DynBatcher[Any, Any]:
     )
 
 
-# Options that a copy takes over: where and how the model computes, and how inputs get there. The
-# others concern requests that arrive, other processes, or failures.
-COPIED = (
-    *("name", "max_batch_size", "workers", "devices", "stage_threads", "freeze_gc"),
-    *("start_timeout", "stop_timeout", "max_frame_bytes", "max_shared_bytes"),
-    *("shared_memory_threshold", "stepped", "cost", "cost_is_padded", "max_batch_cost"),
-)
+# Options that a copy takes over.
+COPIED = [name for name, option in OPTIONS.items() if Use.MEASURED in option.uses]
 
 
 def copy_for_timing(batcher: DynBatcher[Any, Any], **changes: Any) -> DynBatcher[Any, Any]:

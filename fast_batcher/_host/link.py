@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import fields
 from math import inf
 from typing import Any, NamedTuple
 
@@ -40,21 +39,14 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.settings import Settings
-
-# Settings that mean nothing to a host, or are no plain values.
-NOT_OF_HOST = frozenset(
-    {
-        *("cost", "group_by", "observers", "auto_open", "name", "cache", "key"),
-        *("shared", "shared_version"),
-    }
-)
+from fast_batcher.settings import OPTIONS, Settings, Use
 
 
 def plain_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that a host needs."""
-    names = [field.name for field in fields(settings) if field.name not in NOT_OF_HOST]
-    return {name: getattr(settings, name) for name in names}
+    return {
+        name: getattr(settings, name) for name, one in OPTIONS.items() if Use.HERE not in one.uses
+    }
 
 
 def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:

@@ -231,7 +231,7 @@ async def a_coroutine(_: object) -> float:
         ),
         pytest.param(
             {"policy": ARule(), "shared": True},
-            "policy=.*: the host process .*; give a name",
+            "policy=.*: it has no effect in the host process, .*; give a name",
             id="rule",
         ),
         (

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from fast_batcher import settings
+from fast_batcher.settings import Circumstance
 from pairing.dimensions import (
     NO_MEANING,
     REFUSED_LATE,
@@ -22,17 +24,32 @@ def _of(
     return {frozenset({(one, a), (other, b)}): word for a in values for b in others}
 
 
-# Pairs that the constructor refuses, with the option that its message names.
+# Choices that give an option another value than its default, in the order of the options.
+GIVEN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "max_delay": ("policy", ("fixed",)),
+    "policy": ("policy", ("greedy", "own")),
+    "cost_is_padded": ("cost", ("summed",)),
+    "max_sessions": ("places", ("few",)),
+    "isolate_errors": ("isolation", ("off",)),
+    "cache": ("cache", ("lru", "slow")),
+}
+# Choices that bring a circumstance about.
+HOLDS: dict[Circumstance, tuple[str, tuple[str, ...]]] = {
+    settings.STEPPED: ("model", STEPPED),
+    settings.REMEMBERING: ("model", ("Remembering",)),
+    settings.NO_SESSIONS: ("model", but("model", "Remembering")),
+}
+# Pairs that the constructor refuses, with the option that its message names: options that have no
+# effect, as they are declared; then rules about models, and about one value of an option.
 REFUSED: dict[Pair, str] = {
-    **_of("model", ("Remembering",), "cache", ("lru", "slow"), "cache"),
-    **_of("model", but("model", "Remembering"), "places", ("few",), "max_sessions"),
+    pair: name
+    for name, choices in GIVEN.items()
+    for circumstance, _ in settings.OPTIONS[name].no_effect
+    if circumstance in HOLDS
+    for pair in _of(*choices, *HOLDS[circumstance], name)
+} | {
     **_of("places", ("few",), "cache", ("lru", "slow"), "cache"),
     **_of("places", ("few",), "sizes", ("allowed",), "allowed_batch_sizes"),
-    **_of("model", STEPPED, "policy", ("greedy", "own"), "policy"),
-    **_of("model", STEPPED, "policy", ("fixed",), "max_delay"),
-    **_of("model", STEPPED, "cache", ("lru", "slow"), "cache"),
-    **_of("model", STEPPED, "cost", ("summed",), "cost_is_padded"),
-    **_of("model", STEPPED, "isolation", ("off",), "isolate_errors"),
     **_of(
         "model", (*STEPPED, "Remembering", "Ragged"), "sizes", ("allowed",), "allowed_batch_sizes"
     ),
