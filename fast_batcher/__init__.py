@@ -7,31 +7,11 @@ Subclass `InferenceModel`, give the class to a `DynBatcher`, open it in the app'
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher import errors
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.stacking import stack
 from fast_batcher._version import __version__ as __version__
-from fast_batcher.errors import (
-    BatcherClosedError,
-    BatcherError,
-    CollationError,
-    ConfigurationError,
-    DeadlineExceededError,
-    DynamicBatchIndexError,
-    InferenceError,
-    InputError,
-    NotReadyError,
-    OutputMismatchError,
-    PoisonRequestError,
-    QueueFullError,
-    RequestTooLargeError,
-    SessionLostError,
-    SlowReaderError,
-    TransportError,
-    UnsendableValueError,
-    WorkerError,
-    WorkerLostError,
-    WorkerStartupError,
-)
+from fast_batcher.errors import *  # noqa: F403  the names of its `__all__`
 from fast_batcher.model import InferenceModel, batchable
 from fast_batcher.stats import BatcherStats
 
@@ -46,42 +26,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchSession",
-    "BatcherClosedError",
-    "BatcherError",
     "BatcherStats",
     "Collation",
-    "CollationError",
-    "ConfigurationError",
-    "DeadlineExceededError",
     "Done",
     "DynBatcher",
-    "DynamicBatchIndexError",
     "Grow",
-    "InferenceError",
     "InferenceModel",
-    "InputError",
-    "NotReadyError",
-    "OutputMismatchError",
-    "PoisonRequestError",
-    "QueueFullError",
-    "RequestTooLargeError",
-    "SessionLostError",
     "SessionModel",
-    "SlowReaderError",
     "SteppedModel",
     "Stream",
     "StreamedModel",
-    "TransportError",
-    "UnsendableValueError",
-    "WorkerError",
-    "WorkerLostError",
-    "WorkerStartupError",
     "aio",
     "batchable",
     "dynamically",
     "inference",
     "stack",
 ]
+__all__ += errors.__all__
 
 # Modules of names that are imported on first access: a worker imports this package for its model,
 # and needs no event loop.

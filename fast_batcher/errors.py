@@ -20,7 +20,8 @@
             PoisonRequestError                 this request was on two dying workers
             TransportError                     a channel broke or carried garbage
 
-All errors can be pickled. Only `fast_batcher.fastapi` knows HTTP statuses.
+All errors can be pickled. A class declares its answer over HTTP, which `fast_batcher.fastapi`
+sends, and the reason of a rejection, which observers get. A class of a user inherits both.
 """
 
 import builtins
@@ -29,7 +30,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from traceback import walk_tb
 from types import MemberDescriptorType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
+
+# The public names, which `fast_batcher` has, too.
+__all__ = [
+    "BatcherClosedError", "BatcherError", "CollationError", "ConfigurationError",
+    "DeadlineExceededError", "DynamicBatchIndexError", "InferenceError", "InputError",
+    "NotReadyError", "OutputMismatchError", "PoisonRequestError", "QueueFullError",
+    "RequestTooLargeError", "SessionLostError", "SlowReaderError", "TransportError",
+    "UnsendableValueError", "WorkerError", "WorkerLostError", "WorkerStartupError",
+]  # fmt: skip
 
 _ErrorT = TypeVar("_ErrorT", bound=BaseException)
 
@@ -51,20 +61,35 @@ _SHOWN = (
 _FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
 
 
+class HttpAnswer(NamedTuple):
+    """HTTP answer to an error; `detail` replaces a message that must stay on the server."""
+
+    status: int
+    """HTTP status."""
+    code: str
+    """Name of the error for programs."""
+    detail: str | None = None
+    """Sentence for people; None for that of the error."""
+    may_pass_later: bool = True
+    """Whether the same request may succeed later; then the answer has a `Retry-After`."""
+    reason: str = ""
+    """Reason of a rejection, for observers; "" for errors of accepted calls."""
+
+
 class BatcherError(Exception):
     """Base class of all errors of this library."""
+
+    _answer: ClassVar = HttpAnswer(500, "internal_error", "internal error")
 
 
 class ConfigurationError(BatcherError, ValueError):
     """A setting is wrong; the message names the parameter, the value and the remedy."""
 
-
-class BatcherClosedError(BatcherError):
-    """The batcher is draining or closed and takes no more requests."""
+    _answer = HttpAnswer(500, "configuration_error", "internal error", reason="invalid input")
 
 
-class _RetryableError(BatcherError):
-    """Base of errors with `retry_after`, the seconds after which a retry makes sense."""
+class _RefusalError(BatcherError):
+    """Base of errors of rejected calls, with the seconds after which a retry makes sense."""
 
     def __init__(self, message: str = "", *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -72,28 +97,46 @@ class _RetryableError(BatcherError):
         """Seconds after which the same call may succeed, None if that is unknown."""
 
 
-class NotReadyError(_RetryableError):
+class BatcherClosedError(_RefusalError):
+    """The batcher is draining or closed and takes no more requests."""
+
+    _answer = HttpAnswer(503, "closed", reason="closed")
+
+
+class NotReadyError(_RefusalError):
     """No worker is ready: the batcher is starting, broken, or was restarting until the deadline."""
 
+    _answer = HttpAnswer(503, "not_ready", reason="not ready")
 
-class QueueFullError(_RetryableError):
+
+class QueueFullError(_RefusalError):
     """`max_queue_size` requests wait already; nothing was queued."""
 
+    _answer = HttpAnswer(503, "queue_full", reason="queue full")
 
-class DeadlineExceededError(_RetryableError, TimeoutError):
+
+class DeadlineExceededError(_RefusalError, TimeoutError):
     """The request's deadline passed, or (`retry_after` is set) it was rejected as unreachable."""
+
+    _answer = HttpAnswer(504, "deadline_exceeded", reason="unreachable")
 
 
 class SlowReaderError(BatcherError):
     """A stream was not read for its timeout, and had filled its buffer."""
 
+    _answer = HttpAnswer(500, "slow_reader", "internal error")
+
 
 class RequestTooLargeError(BatcherError):
     """The request is larger than `max_frame_bytes`, or costs more than `max_request_cost`."""
 
+    _answer = HttpAnswer(413, "request_too_large", reason="invalid input")
+
 
 class UnsendableValueError(BatcherError, TypeError):
     """The input cannot be pickled, so it cannot reach the worker process."""
+
+    _answer = HttpAnswer(500, "unsendable_value", "internal error")
 
 
 class InferenceError(BatcherError):
@@ -104,6 +147,8 @@ class InferenceError(BatcherError):
     catch it.
     """
 
+    _answer = HttpAnswer(500, "inference_failed", "the model failed")
+
 
 class InputError(InferenceError):
     """The model refuses an input, by the fault of the client.
@@ -112,9 +157,13 @@ class InputError(InferenceError):
     for the client.
     """
 
+    _answer = HttpAnswer(422, "invalid_input", may_pass_later=False)
+
 
 class OutputMismatchError(InferenceError, IndexError):
     """The model returned something other than one output per input."""
+
+    _answer = HttpAnswer(500, "output_mismatch", "the model failed")
 
     @property
     def message(self) -> str:
@@ -128,21 +177,35 @@ class CollationError(InferenceError, ValueError):
     The message names the feature and the remedy. See `Collation`.
     """
 
+    _answer = HttpAnswer(500, "collation_failed", "the input does not fit the model")
+
 
 class WorkerError(BatcherError):
     """A worker process failed, not a request."""
+
+    _answer = HttpAnswer(503, "worker_failed")
 
 
 class WorkerStartupError(WorkerError):
     """A worker could not load its model, or took longer than `start_timeout`."""
 
+    # Its message carries the traceback of the model's constructor. The model is not loaded again
+    # until the batcher is opened again.
+    _answer = HttpAnswer(
+        503, "worker_startup_failed", "the model did not load", may_pass_later=False
+    )
+
 
 class WorkerLostError(WorkerError):
     """The worker process died while it computed this request; the message has the cause."""
 
+    _answer = HttpAnswer(503, "worker_lost")
 
-class SessionLostError(WorkerError):
+
+class SessionLostError(WorkerError, _RefusalError):
     """The session has ended, and its state is lost: its worker died, for example."""
+
+    _answer = HttpAnswer(503, "session_lost", reason="session lost")
 
 
 class PoisonRequestError(WorkerError):
@@ -151,9 +214,13 @@ class PoisonRequestError(WorkerError):
     The request is not retried.
     """
 
+    _answer = HttpAnswer(500, "poison_request", "the model failed")
+
 
 class TransportError(WorkerError):
     """The channel to a worker broke, or carried bytes that break the protocol."""
+
+    _answer = HttpAnswer(503, "transport_failed")
 
 
 # The name that fast_dynamic_batcher uses for a wrong number of outputs.
@@ -169,6 +236,11 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0].rstrip()}\n"
+
+
+def read_answer(error: BatcherError | type[BatcherError]) -> HttpAnswer:
+    """Return the answer to an error."""
+    return error._answer  # noqa: SLF001  of this module
 
 
 def from_model(original: Exception | None, text: str, remote_traceback: str) -> InferenceError:

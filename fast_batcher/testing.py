@@ -36,13 +36,10 @@ from fast_batcher._transport.pickling import describe
 from fast_batcher._worker.loop import limit_output, pickle_output, unpickle_item
 from fast_batcher.batcher import DynBatcher, list_open, session_makers
 from fast_batcher.errors import (
-    BatcherClosedError,
     BatcherError,
     ConfigurationError,
-    DeadlineExceededError,
-    NotReadyError,
-    QueueFullError,
     copy_error,
+    read_answer,
 )
 from fast_batcher.model import Model
 from fast_batcher.settings import (
@@ -53,9 +50,6 @@ from fast_batcher.settings import (
 )
 
 __all__ = ["BatcherKit", "FormedBatch", "WorkerKind", "assert_independent"]
-
-# Errors of calls that a batcher refuses: they are counted as rejected, and others as failed.
-_REFUSALS = (BatcherClosedError, DeadlineExceededError, NotReadyError, QueueFullError)
 
 # Seconds for the start of a model in which a debugger stops: a day.
 _LONG = 86_400.0
@@ -453,8 +447,8 @@ class _KitSession(LocalSession):
         error = self._kit_parts.kit._take_fault(self._name)  # noqa: SLF001  of this module
         if error is None:
             super().accept(request)
-        elif isinstance(error, _REFUSALS):
-            self._ledger.reject(request, error, "test")
+        elif read_answer(error).reason:  # of calls that a batcher rejects
+            self._ledger.reject(request, error)
         else:
             settle(request)
             request.arrival = monotonic()

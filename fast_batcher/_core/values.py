@@ -15,19 +15,13 @@ From any phase it can be *settled*: the caller has its outcome, or has gone. Tha
 a batch until that part of the scheduler reaches it, and is skipped there.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from fast_batcher.errors import (
-    BatcherClosedError,
-    BatcherError,
-    DeadlineExceededError,
-    QueueFullError,
-    SessionLostError,
-)
+from fast_batcher.errors import BatcherError
 
 
 class State(StrEnum):
@@ -138,29 +132,14 @@ def or_infinite(limit: float | None) -> float:
 class Rejection(NamedTuple):
     """Reason for a rejection. Requests that arrive together may share one object."""
 
-    kind: (
-        type[BatcherClosedError]
-        | type[QueueFullError]
-        | type[DeadlineExceededError]
-        | type[SessionLostError]
-    )
+    # A class whose errors have `retry_after`.
+    kind: Callable[..., BatcherError]
     text: str
     # Seconds until a retry makes sense, None if unknown.
     retry_after: float | None = None
 
-    @property
-    def reason(self) -> str:
-        """The reason in two words, for observers."""
-        if issubclass(self.kind, BatcherClosedError):
-            return "closed"
-        if issubclass(self.kind, SessionLostError):
-            return "session lost"
-        return "queue full" if issubclass(self.kind, QueueFullError) else "unreachable"
-
     def to_error(self) -> BatcherError:
         """Make an error for one caller: an error raised for several would collect tracebacks."""
-        if issubclass(self.kind, BatcherClosedError | SessionLostError):
-            return self.kind(self.text)
         return self.kind(self.text, retry_after=self.retry_after)
 
 

@@ -270,13 +270,13 @@ class RemoteSession(Session):
         if self._evaluator.is_needed:
             error = self._evaluator.evaluate(request) or pack_group(request)
             if error is not None:
-                self._ledger.reject(request, error, "invalid input")
+                self._ledger.reject(request, error)
                 return
         if self._followers:
             request.context = self._ledger.observers.copy_context()
         if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
             text = f"{len(self._open)} requests wait for the host process already"
-            self._ledger.reject(request, QueueFullError(text), "queue full")
+            self._ledger.reject(request, QueueFullError(text))
             return
         if request.session is not None and not self._note_session(request, request.session):
             return
@@ -297,11 +297,11 @@ class RemoteSession(Session):
         """
         if session.end is not None:
             error = SessionLostError(f"the session has ended: {session.end}")
-            self._ledger.reject(request, error, "session lost")
+            self._ledger.reject(request, error)
             return False
         if self._hung_up is not None:
             closed = BatcherClosedError(f"{self._name} is closing, and takes no new session")
-            self._ledger.reject(request, closed, "closed")
+            self._ledger.reject(request, closed)
             return False
         if session.id < 0:
             session.id = next(self._session_ids)

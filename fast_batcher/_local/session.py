@@ -434,7 +434,7 @@ class FunctionSession:
                     f"{name}: no room for {len(requests)} more, {waiting} wait already "
                     f"(max_queue_size={self._most_waiting})"
                 )
-            self._ledger.reject(request, error, "closed" if is_closing else "queue full")
+            self._ledger.reject(request, error)
         self._finish_giving()
 
     def keep_context(self, requests: list[Request]) -> None:

@@ -104,7 +104,7 @@ class SingleFlight:
             key = self._make_key(request)
             flight = self._by_key.get(key)
         except ConfigurationError as error:
-            self._ledger.reject(request, error, "invalid input")
+            self._ledger.reject(request, error)
             return
         except BaseException:  # noqa: BLE001  it cannot be pickled; the session says so
             self._session.accept(request)
@@ -122,7 +122,7 @@ class SingleFlight:
                 f"{len(self.lookups)} inputs are looked up in the cache already "
                 f"(max_queue_size={settings.queue_limit})"
             )
-            self._ledger.reject(request, QueueFullError(text), "queue full")
+            self._ledger.reject(request, QueueFullError(text))
         else:
             self._begin(request, key)
 

@@ -28,7 +28,13 @@ from fast_batcher._process import monotonic
 from fast_batcher._session.loop_watch import blame_loop
 from fast_batcher._session.streams import StreamFigures
 from fast_batcher._transport.pickling import one_line
-from fast_batcher.errors import BatcherError, InputError, can_be_shown, forget_frames
+from fast_batcher.errors import (
+    BatcherError,
+    InputError,
+    can_be_shown,
+    forget_frames,
+    read_answer,
+)
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
 
@@ -250,11 +256,12 @@ class Ledger:
             request.staged.release()
         self.end(request, "cancelled", reason)
 
-    def reject(self, request: Request, error: BaseException, reason: str) -> None:
+    def reject(self, request: Request, error: BatcherError) -> None:
         """Settle a request that was not accepted, and give its caller the error."""
         settle(request)
         set_exception(request, error)
-        self.end(request, "rejected", reason)
+        answer = read_answer(error)
+        self.end(request, "rejected", answer.reason or answer.code.replace("_", " "))
 
     def reject_call(self, reason: str) -> None:
         """Count a call for which no request was made."""

@@ -385,7 +385,7 @@ class LocalSession(Session):
         if self._evaluate is not None:
             error = self._evaluate(request)
             if error is not None:
-                self._ledger.reject(request, error, "invalid input")
+                self._ledger.reject(request, error)
                 return
         if request.is_ranked:
             self.scheduler.rank_requests(request.share)
@@ -464,13 +464,13 @@ class LocalSession(Session):
         for request, rejection in rejected:
             self._rejected += 1
             error = self.status.broken_error() or rejection.to_error()
-            self._ledger.reject(request, error, rejection.reason)
+            self._ledger.reject(request, error)
 
     def _reject_all(self, arrivals: list[Request], fault: Exception) -> None:
         to_error = self._ledger.internal_error(fault)
         for request in arrivals:
             if not request.is_settled:
-                self._ledger.reject(request, to_error(), "internal error")
+                self._ledger.reject(request, to_error())
 
     # Batches: from the queue to the worker.
 

@@ -4,14 +4,14 @@
     dependencies    the batcher, and a client's own deadline
     disconnects     cancellation of endpoints whose client has disconnected
     bodies          limits on the bytes and the time of request bodies
-    errors          one table from errors to HTTP statuses, for answers and for OpenAPI
+    errors          errors as HTTP answers, and for OpenAPI
     health          the two routes for a supervisor's probes
     status          the status page of batchers
     json_endpoint   JSON endpoints without FastAPI's request handling
     arrays          JSON answers with arrays
 
-Runs in the API process, on its event loop. No other part of the library imports this package, or
-knows FastAPI or an HTTP status.
+Runs in the API process, on its event loop. No other part of the library imports this package or
+FastAPI.
 """
 
 try:

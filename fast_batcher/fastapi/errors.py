@@ -1,8 +1,9 @@
-"""Errors as HTTP and WebSocket answers: one table of statuses, its handlers, and the last answers.
+"""Errors as HTTP and WebSocket answers: handlers, and the last answers.
 
-API process, on its event loop. `find_answer` reads the table. The handlers log each failure with
-the id that its answer carries, and note each answer, which the status page shows. An error's text
-may hold input of a user, so that only its type is kept, and the id that leads to the log.
+API process, on its event loop. The class of an error declares its answer. The handlers log each
+failure with the id that its answer carries, and note each answer, which the status page shows. An
+error's text may hold input of a user, so that only its type is kept, and the id that leads to the
+log.
 """
 
 import inspect
@@ -32,6 +33,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from fast_batcher import errors
 from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import one_line
+from fast_batcher.errors import HttpAnswer
 from fast_batcher.fastapi.bodies import BodyError
 
 if TYPE_CHECKING:
@@ -109,44 +111,9 @@ CLOSE_CODES = {413: 1009, 422: 1007, 429: 1013, 503: 1013, 504: 1013}
 CLOSE_CODE = 1011
 
 
-class HttpAnswer(NamedTuple):
-    """HTTP answer to an error; `detail` replaces a message that must stay on the server."""
-
-    status: int
-    """HTTP status."""
-    code: str
-    """Name of the error for programs."""
-    detail: str | None = None
-    """Sentence for people; None for that of the error."""
-    may_pass_later: bool = True
-    """Whether the same request may succeed later; then the answer has a `Retry-After`."""
-
-
-# The one table; the most derived class with a row counts.
+# The answers that the classes declare; that of the most derived class counts.
 ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
-    errors.BatcherError: HttpAnswer(500, "internal_error", "internal error"),
-    errors.ConfigurationError: HttpAnswer(500, "configuration_error", "internal error"),
-    errors.BatcherClosedError: HttpAnswer(503, "closed"),
-    errors.NotReadyError: HttpAnswer(503, "not_ready"),
-    errors.QueueFullError: HttpAnswer(503, "queue_full"),
-    errors.DeadlineExceededError: HttpAnswer(504, "deadline_exceeded"),
-    errors.RequestTooLargeError: HttpAnswer(413, "request_too_large"),
-    errors.UnsendableValueError: HttpAnswer(500, "unsendable_value", "internal error"),
-    errors.SlowReaderError: HttpAnswer(500, "slow_reader", "internal error"),
-    errors.InferenceError: HttpAnswer(500, "inference_failed", "the model failed"),
-    errors.InputError: HttpAnswer(422, "invalid_input", may_pass_later=False),
-    errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
-    errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),
-    errors.WorkerError: HttpAnswer(503, "worker_failed"),
-    # The error's message carries the traceback of the model's constructor. The model is not loaded
-    # again until the batcher is opened again.
-    errors.WorkerStartupError: HttpAnswer(
-        503, "worker_startup_failed", "the model did not load", may_pass_later=False
-    ),
-    errors.WorkerLostError: HttpAnswer(503, "worker_lost"),
-    errors.SessionLostError: HttpAnswer(503, "session_lost"),
-    errors.PoisonRequestError: HttpAnswer(500, "poison_request", "the model failed"),
-    errors.TransportError: HttpAnswer(503, "transport_failed"),
+    kind: errors.read_answer(kind) for kind in map(vars(errors).__getitem__, errors.__all__)
 }
 
 # The statuses that `error_responses` can document.
@@ -288,7 +255,7 @@ def _find_own_handler(app: FastAPI, error: errors.BatcherError | BodyError) -> A
 
 
 def find_answer(error: errors.BatcherError | BodyError, queue_full_status: int) -> HttpAnswer:
-    """Return the answer to an error: the row of its most derived class in the table."""
+    """Return the answer to an error: that of its most derived class in the table."""
     if isinstance(error, BodyError):
         return HttpAnswer(error.status_code, error.code, error.detail)
     kind = next(kind for kind in type(error).__mro__ if kind in ANSWERS)
@@ -312,7 +279,7 @@ def _make_response(
     error: errors.BatcherError | BodyError, queue_full_status: int, *, debug: bool
 ) -> tuple[Response, str, str]:
     """Log an error; return its answer, its code and its id."""
-    status, code, detail, may_pass_later = find_answer(error, queue_full_status)
+    status, code, detail, may_pass_later, _ = find_answer(error, queue_full_status)
     headers = error.headers if isinstance(error, HTTPException) else None
     if isinstance(error, HTTPException):
         status, detail = error.status_code, error.detail

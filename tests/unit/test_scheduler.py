@@ -27,7 +27,13 @@ from fast_batcher._core.values import (
 )
 from fast_batcher._core.workers import WorkerTable
 from fast_batcher._session.session import make_scheduler
-from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
+from fast_batcher.errors import (
+    BatcherClosedError,
+    DeadlineExceededError,
+    QueueFullError,
+    SessionLostError,
+    read_answer,
+)
 from fast_batcher.settings import Settings
 
 # Batches.
@@ -543,11 +549,13 @@ def test_events_of_removed_workers_change_nothing() -> None:
         (BatcherClosedError, "closed"),
         (QueueFullError, "queue full"),
         (DeadlineExceededError, "unreachable"),
+        (SessionLostError, "session lost"),
     ],
 )
 def test_a_rejection_has_a_reason_for_observers(kind: Any, reason: str) -> None:
-    rejection = Rejection(kind, "text")
-    assert (rejection.reason, type(rejection.to_error())) == (reason, kind)
+    error: Any = Rejection(kind, "text", 2.0).to_error()
+    assert (read_answer(error).reason, type(error)) == (reason, kind)
+    assert error.retry_after == 2.0
 
 
 # Errors while late requests are found.
