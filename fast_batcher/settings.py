@@ -747,6 +747,10 @@ class Settings:
         """Most workers: `num_workers`, or the upper end of its range."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
+    def select(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the values of the options among these names."""
+        return {name: getattr(self, name) for name in names if name in OPTIONS}
+
     def changed(self, changes: Reconfiguration) -> "Settings":
         """Copy these settings with some of them changed."""
         unknown = sorted(set(changes) - set(LIVE_OPTIONS))

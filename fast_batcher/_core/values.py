@@ -80,7 +80,10 @@ BATCHES_PER_WORKER: Final = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings and limits of a scheduler. Durations are in seconds; None is no limit."""
+    """Settings and limits of a scheduler. Durations are in seconds; None is no limit.
+
+    A field with the name of an option has its value, unless the session derives another one.
+    """
 
     max_batch_size: int
     # Most requests waiting, and most bytes of them together.

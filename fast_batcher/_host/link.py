@@ -44,9 +44,7 @@ from fast_batcher.settings import OPTIONS, Settings, Use
 
 def plain_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that a host needs."""
-    return {
-        name: getattr(settings, name) for name, one in OPTIONS.items() if Use.HERE not in one.uses
-    }
+    return settings.select(name for name, one in OPTIONS.items() if Use.HERE not in one.uses)
 
 
 def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:

@@ -260,16 +260,12 @@ class WorkerHandle(ABC):
     def make_worker_settings(self, threads: int) -> WorkerSettings:
         """Make the settings of the worker; `threads` are those of `prepare` and `finish`."""
         settings = self._settings
-        return WorkerSettings(
-            settings.max_frame_bytes,
-            settings.batch_limit,
-            settings.freeze_gc,
-            self._placement.device,
-            self.index,
-            settings.stage_threads or threads,
+        return WorkerSettings(**settings.select(WorkerSettings._fields))._replace(
+            max_batch_size=settings.batch_limit,
+            device=self._placement.device,
+            worker_index=self.index,
+            stage_threads=settings.stage_threads or threads,
             is_stepped=self.model_spec.is_stepped,
-            max_batch_cost=settings.max_batch_cost,
-            idempotent=settings.idempotent,
             name=self._name,
         )
 

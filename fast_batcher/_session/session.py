@@ -1130,18 +1130,12 @@ def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
     if is_stepped:
         # A worker that is added finds the streams in the queue.
         size, batches = 1, most_streams(size) if settings.most_workers == 1 else size
-    return Limits(
-        max_batch_size=size,
-        max_queue_size=settings.queue_limit,
-        max_queue_bytes=settings.max_queue_bytes,
-        timeout=settings.timeout,
-        max_latency=settings.max_latency,
-        infer_timeout=settings.infer_timeout,
-        idempotent=settings.idempotent,
-        isolate_errors=settings.isolate_errors,
-        batches_per_worker=batches,
-        is_stepped=is_stepped,
-        places=settings.batch_limit,
-        most_stream_cost=or_infinite(settings.max_batch_cost if is_stepped else None),
-        max_sessions=settings.max_sessions,
-    )
+    derived = {
+        "max_batch_size": size,
+        "max_queue_size": settings.queue_limit,
+        "batches_per_worker": batches,
+        "is_stepped": is_stepped,
+        "places": settings.batch_limit,
+        "most_stream_cost": or_infinite(settings.max_batch_cost if is_stepped else None),
+    }
+    return Limits(**(settings.select(Limits.__annotations__) | derived))

@@ -128,7 +128,7 @@ _kept_open: list[Any] = []
 
 
 class WorkerSettings(NamedTuple):
-    """Settings of one worker."""
+    """Settings of one worker. A field with the name of an option has its value, if no other."""
 
     # Longest frame body in both directions.
     max_frame_bytes: int
