@@ -922,7 +922,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _check_model(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> ModelSpec:
         settings, model = self._settings, self._model_class
-        most, in_threads = settings.max_frame_bytes, settings.workers == "threads"
+        most, in_threads = settings.max_frame_bytes, settings.in_process
         spec = check_model(model, args, kwargs, most, in_threads=in_threads)
         return replace(spec, is_stepped=True) if settings.stepped else spec
 
@@ -1059,7 +1059,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         parts = self._model, settings, status, ledger
         if session_makers:
             return session_makers[-1](self, *parts)
-        if settings.workers != "threads":
+        if not settings.in_process:
             _check_platform()
         if settings.mps:
             check_control()

@@ -395,7 +395,7 @@ class Use(Enum):
 ON_CLUSTER = Circumstance(
     "with workers= on a cluster", lambda one: isinstance(one.workers, RemoteWorkers)
 )
-IN_THREADS = Circumstance("with workers in threads", lambda one: one.workers == "threads")
+IN_THREADS = Circumstance("with workers in threads", lambda one: one.in_process)
 IN_HOST = Circumstance(
     "in the host process, which does not import the app",
     lambda one: one.has_host and not isinstance(one.policy, str),
@@ -695,9 +695,7 @@ class Settings:
 
     def _take_workers(self) -> None:
         """Take what `workers` implies."""
-        if self.workers in (None, "processes"):
-            return
-        if not isinstance(self.workers, RemoteWorkers):
+        if self.in_process:
             names = name_devices(self.devices or (), os.environ)
             if any(name.startswith("cpu:") for name in names):
                 raise ConfigurationError(
@@ -705,13 +703,19 @@ class Settings:
                     'or workers="processes"'
                 )
             object.__setattr__(self, "max_shared_bytes", 0)
-            return
-        count = self.workers.num_workers
-        if self.num_workers not in (1, count):
-            raise ConfigurationError(
-                f"num_workers={self.num_workers}: workers= has num_workers={count}; omit the other"
-            )
-        object.__setattr__(self, "num_workers", count)
+        elif isinstance(self.workers, RemoteWorkers):
+            count = self.workers.num_workers
+            if self.num_workers not in (1, count):
+                raise ConfigurationError(
+                    f"num_workers={self.num_workers}: workers= has num_workers={count}; omit the "
+                    "other"
+                )
+            object.__setattr__(self, "num_workers", count)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the workers belong to this process, and take values as they are."""
+        return self.workers == "threads"
 
     @property
     def has_host(self) -> bool:

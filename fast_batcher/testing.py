@@ -246,7 +246,7 @@ class BatcherKit:
     def _change(self, settings: Settings) -> Settings:
         """Return the settings of a batcher under test."""
         changes: dict[str, Any] = {"shared": False, "shared_version": None}
-        if settings.workers != "threads":
+        if not settings.in_process:
             changes["workers"] = None
         if not self.timeouts:
             limits = ("timeout", "infer_timeout", "max_latency")
@@ -414,7 +414,7 @@ class _KitParts(Parts):
 
     def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
         """Make a thread, unless the kit has processes."""
-        is_threaded = settings.workers == "threads"
+        is_threaded = settings.in_process
         if self.kit.workers == "processes" and not is_threaded:
             return super().make_worker(settings, sender, *arguments)
         make = ThreadWorker if is_threaded else _PicklingWorker

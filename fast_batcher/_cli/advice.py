@@ -283,7 +283,7 @@ def find_overridden(batcher: DynBatcher[Any, Any], advice: Advice) -> dict[str, 
     sources = {name: batcher.settings[name].source for name in advice.settings}
     found = {name: one for name, one in sources.items() if one.startswith(("code", "FAST_BATCHER"))}
     for name in ("devices", "workers"):
-        if batcher.settings[name].value not in (None, "threads", "processes"):
+        if not isinstance(batcher.settings[name].value, str | None):  # it has a number of its own
             found["num_workers"] = f"{name}="
     return found
 

@@ -303,7 +303,7 @@ class Parts:
 
     def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
         """Make a worker; the arguments are those of `WorkerHandle`."""
-        if settings.workers == "threads":
+        if settings.in_process:
             return ThreadWorker(*arguments)
         return WorkerProcess(sender, *arguments)
 
