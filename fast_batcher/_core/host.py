@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, count
+from itertools import count
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from fast_batcher._core.queue import Deadlines
 from fast_batcher._core.values import RETRYING, SENT, Request, Share, settle_open
@@ -80,17 +80,6 @@ GRACE: Final = 0.1
 MOST_LOSSES: Final = 2
 
 
-class HostLoss(NamedTuple):
-    """Consequences of the death of a host."""
-
-    # Requests to send to the next host, in their order.
-    again: list[Request]
-    # Settled requests that must not be computed twice.
-    failed: list[Request]
-    # Settled requests with which two hosts have died.
-    poisonous: list[Request]
-
-
 class OpenCalls:
     """Requests that an API process has given to its host and that have no outcome, by id.
 
@@ -104,17 +93,17 @@ class OpenCalls:
         self._idempotent = idempotent
         self._ids = count()
         self._calls = Deadlines()
-        # Streams that have a chunk, whose further deadlines are the host's affair.
-        self._streams: dict[int, Request] = {}
+        # Those that are to be sent with the next turn of the loop, or to the next host.
+        self.unsent: dict[int, Request] = {}
         # The number of requests of each named share.
         self._held: Counter[Share] = Counter()
 
     def __len__(self) -> int:
-        return len(self._calls.requests) + len(self._streams)
+        return len(self._calls.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the requests in order of arrival, streams with a chunk first."""
-        return chain([*self._streams.values()], self._calls.requests.values())
+        """Iterate over the requests in order of arrival, but for streams with a chunk."""
+        return iter(self._calls.requests.values())
 
     def add(self, now: float, request: Request) -> None:
         """Add a request that has just arrived, and give it its id."""
@@ -137,19 +126,15 @@ class OpenCalls:
 
     def find(self, id: int) -> Request | None:
         """Return a request, None if it has ended."""
-        return self._calls.requests.get(id) or self._streams.get(id)
+        return self._calls.requests.get(id)
 
     def remove(self, id: int) -> Request | None:
         """Remove and return a request, None if it has ended."""
-        request = self._streams.pop(id, None) or self._calls.remove(id)
+        request = self._calls.remove(id)
+        self.unsent.pop(id, None)
         if request is not None:
             self._count(request, -1)
         return request
-
-    def begin_stream(self, request: Request) -> None:
-        """Note that a stream has its first chunk."""
-        self._calls.remove(request.id)
-        self._streams[request.id] = request
 
     @property
     def next_expiry(self) -> float:
@@ -158,17 +143,26 @@ class OpenCalls:
 
     def expire(self, now: float) -> list[Request]:
         """Settle and return the requests that the host should have ended before."""
-        expired = self._calls.pop_expired(now, GRACE)
-        for request in expired:
-            self._count(request, -1)
+        expired: list[Request] = []
+        for request in self._calls.pop_expired(now, GRACE):
+            if request.has_chunks:  # the further deadlines of a stream are the host's affair
+                request.deadline = inf
+                self._calls.add(request)
+            else:
+                self._count(request, -1)
+                self.unsent.pop(request.id, None)
+                expired.append(request)
         return settle_open(expired)
 
-    def host_lost(self, *, had_workers: bool = True) -> HostLoss:
-        """Sort the requests that a dead host had; requests that were not sent yet do not change.
+    def host_lost(self, *, had_workers: bool = True) -> tuple[list[Request], list[Request]]:
+        """Settle the requests that end with a dead host, and note the others to be sent again.
 
         A host without workers, as far as is known, has not died of a request.
+
+        Returns:
+            The requests that must not be computed twice, and those with which two hosts have died.
         """
-        again: list[Request] = []
+        again: dict[int, Request] = {}
         failed: list[Request] = []
         poisonous: list[Request] = []
         for request in self:
@@ -181,14 +175,16 @@ class OpenCalls:
                 poisonous.append(request)
             else:
                 request.phase = RETRYING
-                again.append(request)
+                again[request.id] = request
         for request in failed + poisonous:
             self.remove(request.id)
-        return HostLoss(again, settle_open(failed), settle_open(poisonous))
+        self.unsent = again | self.unsent
+        return settle_open(failed), settle_open(poisonous)
 
     def take_all(self) -> list[Request]:
         """Remove, settle and return every request."""
-        left, self._calls, self._streams = [*self], Deadlines(), {}
+        left, self._calls = [*self], Deadlines()
+        self.unsent.clear()
         self._held.clear()
         return settle_open(left)
 

@@ -174,7 +174,7 @@ class Failure(NamedTuple):
     A class of its own, because an output may be any object.
     """
 
-    error: BatcherError
+    error: BaseException
 
 
 # What a worker gets beside the inputs of a batch: the name of its method, the ids of its sessions,
@@ -316,6 +316,9 @@ class Request:
     deaths = 0
     # Whether its caller has got a chunk of its stream, so that it cannot be tried again.
     has_chunks = False
+    # The chunks of a stream whose caller waits for the whole answer, since its last dispatch. The
+    # shell sets it, and the core never reads it.
+    chunks: Any = None
     # The session of its caller, None for most callers.
     session: SessionPlace | None = None
     # The `ChunkTimes` of a stream, from its dispatch. The shell sets it, and the core never reads
@@ -424,8 +427,6 @@ class Batch:
     # Whether a chunk of this stream has come from its worker; and whether the stream is paused.
     has_stepped: bool = False
     is_paused: bool = False
-    # The chunks of a stream whose caller waits for all of them. The shell sets it.
-    chunks: list[Any] | None = None
 
     @property
     def is_on_trial(self) -> bool:

@@ -20,6 +20,7 @@ import math
 import os
 import threading
 from asyncio import AbstractEventLoop
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -52,7 +53,6 @@ from fast_batcher._host.protocol import (
     unpack_error,
     unpack_failure,
 )
-from fast_batcher._host.streams import RemoteStreams
 from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
@@ -62,10 +62,11 @@ from fast_batcher._parent.staging import (
     StagedInput,
 )
 from fast_batcher._process import after_fork_in_child, monotonic
-from fast_batcher._session.ledger import Ledger, set_exception, set_result
+from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, timeout_of
 from fast_batcher._session.session import Session
+from fast_batcher._session.streams import ChunkQueue, add_chunk
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
@@ -224,10 +225,10 @@ class RemoteSession(Session):
             lost=self._host_lost,
         )
         self._evaluator = CostEvaluator(settings, self._name, methods)
-        # The requests without an outcome; of these the ones to be sent, by id.
+        # The requests without an outcome.
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
-        self._arrivals: dict[int, Request] = {}
-        self._streams = RemoteStreams(self._open, self.run_soon)
+        # Chunks that were read since the last run, by the ids of their streams.
+        self._reads: Counter[int] = Counter()
         # Ids of sent requests whose callers have gone.
         self._abandoned: list[int] = []
         # Requests for which the host's queue has room, as far as is known, and requests that this
@@ -285,7 +286,7 @@ class RemoteSession(Session):
         self._open.add(monotonic(), request)
         copying = self._inputs.stage(request)
         if copying is None:
-            self._arrivals[request.id] = request
+            self._open.unsent[request.id] = request
         else:
             copying.when_copied = functools.partial(self._send_later, request)
         self.run_soon()
@@ -312,7 +313,7 @@ class RemoteSession(Session):
         """Send a request whose large input has been copied."""
         if not request.is_settled:
             keep_deadline(request, self.settings.max_latency)
-            self._arrivals[request.id] = request
+            self._open.unsent[request.id] = request
             self.run_soon()
 
     def _run(self) -> None:
@@ -333,13 +334,13 @@ class RemoteSession(Session):
         if self._abandoned:
             abandoned, self._abandoned = self._abandoned, []
             self._link.tell(messages.Abandon(abandoned))
-        if self._arrivals:
-            arrivals = [*self._arrivals.values()]
-            self._arrivals.clear()
-            for begin in range(0, len(arrivals), MOST_IN_FRAME):
-                self._send(arrivals[begin : begin + MOST_IN_FRAME])
-        if reads := self._streams.take_reads():
-            self._link.tell(messages.StreamsRead(reads))
+        arrivals = [*self._open.unsent.values()]
+        self._open.unsent.clear()
+        for begin in range(0, len(arrivals), MOST_IN_FRAME):
+            self._send(arrivals[begin : begin + MOST_IN_FRAME])
+        if self._reads:
+            self._link.tell(messages.StreamsRead(dict(self._reads)))
+            self._reads.clear()
 
     def _send(self, requests: list[Request]) -> None:
         """Send requests, in one frame if their inputs are small; fail unsendable ones."""
@@ -370,6 +371,10 @@ class RemoteSession(Session):
     def _send_frame(self, requests: list[Request], inputs: bytes | list[bytes | Row]) -> None:
         for request in requests:
             request.phase = SENT
+            if self._model.spec.is_stepped:
+                request.chunks = []
+                if isinstance(request.caller, ChunkQueue):
+                    request.caller.tell_read = functools.partial(self._note_read, request.id)
             if request.session is not None:
                 self._caller_sessions[request.session.id] = request.session
         self._sent += len(requests)
@@ -414,67 +419,54 @@ class RemoteSession(Session):
         self,
         ids: list[int],
         values: bytes | list[Any],
-        ended: list[tuple[int, Any]],
+        ended: list[int],
         freed: list[int],
         room: tuple[int, int],
     ) -> None:
-        """Give callers the outcomes or chunks of their requests.
+        """Give callers the outcomes or chunks of their requests; streams in `ended` have all.
 
         `room` has the room that the host's queue had, and the requests that the host had received.
         """
         self._room = room[0] - (self._sent - room[1])
         if freed:
             self._inputs.free(freed)
-        if self._model.spec.is_stepped:
-            self._take_chunks(ids, values, ended)
-        else:
-            self._answer(ids, values)
-        self._notice_drained()
-
-    def _answer(self, ids: list[int], values: bytes | list[Any]) -> None:
-        """Give callers the outcomes of their requests."""
         calls, (values, read) = self._open, _open_values(values)
         for request_id, packed in zip(ids, values, strict=True):
-            request = calls.remove(request_id)
-            if request is None or not settle(request):
-                continue
-            outcome = read(packed)
-            if type(outcome) is Failure:
-                set_exception(request, outcome.error)
-            else:
-                set_result(request, outcome)
-
-    def _take_chunks(
-        self, ids: list[int], values: bytes | list[Any], ended: list[tuple[int, Any]]
-    ) -> None:
-        """Give streams their chunks, and end the ended ones."""
-        values, read = _open_values(values)
-        for request_id, packed in zip(ids, values, strict=True):
-            request = self._open.find(request_id)
+            request = calls.find(request_id)
             if request is None:
                 continue
-            chunk = read(packed)
-            if type(chunk) is Failure:
-                set_exception(request, chunk.error)
+            outcome = read(packed)
+            if request.chunks is None:
+                self._answer(request, outcome)
+            elif type(outcome) is not Failure:
+                add_chunk(request, outcome)
+            else:  # of a chunk that cannot be read here the host does not know
+                self._ledger.give(request, outcome)
                 self.abandon(request)
-            else:
-                self._streams.put(request, chunk)
-        for request_id, packed in ended:
-            request = self._open.remove(request_id)
-            if request is not None and settle(request):
-                failure = self._streams.end(request, packed)
-                if failure is not None:
-                    set_exception(request, failure.error)
+        for request_id in ended:
+            request = calls.find(request_id)
+            if request is not None:
+                self._answer(request, request.chunks)
+        self._notice_drained()
+
+    def _answer(self, request: Request, outcome: Any) -> None:
+        """Give a caller the outcome of a request, which the host counts."""
+        self._open.remove(request.id)
+        if settle(request):
+            self._ledger.give(request, outcome)
+
+    def _note_read(self, request_id: int) -> None:
+        self._reads[request_id] += 1
+        self.run_soon()
 
     def _expire(self) -> None:
         """Expire the requests that the host should have ended before."""
         self._link.read_all()  # the loop may have been blocked
         for request in self._open.expire(monotonic()):
             limit = f"its timeout of {timeout_of(request, self.settings)} seconds"
-            self._arrivals.pop(request.id, None)
             if request.phase == SENT:
                 text = f"the host process had not answered within {limit}"
-                set_exception(request, DeadlineExceededError(text))
+                self._ledger.give(request, Failure(DeadlineExceededError(text)))
                 self._abandoned.append(request.id)
             else:
                 error = NotReadyError(f"no host process was there within {limit}")
@@ -485,14 +477,13 @@ class RemoteSession(Session):
     def _fail(self, request: Request, error: BatcherError, reason: str) -> None:
         """Give a caller an error; the request is settled. The host counts its own."""
         if request.phase == SENT:
-            set_exception(request, error)
+            self._ledger.give(request, Failure(error))
         else:
             self._ledger.counters.submitted += 1
             self._ledger.fail(request, error, reason)
 
     def _fail_all(self) -> None:
         """Fail every request without an outcome; each caller gets an error of its own."""
-        self._arrivals.clear()
         # The futures of a closed loop cannot be settled.
         is_beyond_reach = self.binding.loop.is_closed()
         for request in self._open.take_all():
@@ -504,11 +495,9 @@ class RemoteSession(Session):
 
     def _remove(self, request: Request) -> None:
         """Forget a settled request."""
-        self._streams.drop(request)
         if request.staged is not None:
             request.staged.release()
         self._open.remove(request.id)
-        self._arrivals.pop(request.id, None)
         self._notice_drained()
 
     # Other calls.
@@ -561,7 +550,7 @@ class RemoteSession(Session):
         if request.share is not None:
             # The calls of other processes count too, but are not known here.
             own = self._open.held_by(request.share)
-        return self._room > own + len(self._arrivals) + ahead
+        return self._room > own + len(self._open.unsent) + ahead
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
@@ -656,7 +645,7 @@ class RemoteSession(Session):
         self._report(False)  # the host tells which process does
         self._inputs.use(memory, welcome.start, welcome.length)
         self._room, self._sent = welcome.room, 0
-        for request in self._arrivals.values():
+        for request in self._open.unsent.values():
             keep_deadline(request, self.settings.max_latency)
         self.run_soon()
 
@@ -706,16 +695,14 @@ class RemoteSession(Session):
         """Send the requests of a dead host again once there is another, or fail them."""
         self._inputs.lose()
         for request in self._open:
-            self._streams.drop(request)
             if request.staged is not None:
                 request.staged.release()
-        loss = self._open.host_lost(had_workers=had_workers)
-        self._arrivals = {request.id: request for request in loss.again} | self._arrivals
-        for request in loss.failed:
+        failed, poisonous = self._open.host_lost(had_workers=had_workers)
+        for request in failed:
             kind = WorkerLostError if request.session is None else SessionLostError
             error = kind("the host process died with this request")
             self._fail(request, error, "worker lost")
-        for request in loss.poisonous:
+        for request in poisonous:
             text = "two host processes died with this request; it is not sent again"
             self._fail(request, PoisonRequestError(text), "poison request")
         self._abandoned.clear()
@@ -735,7 +722,6 @@ class RemoteSession(Session):
             session, was_sent = request.session, request.phase == SENT
             if session is not None and session.end is not None and not was_sent and settle(request):
                 error = SessionLostError(f"the session has ended: {session.end}")
-                self._arrivals.pop(request.id, None)
                 self._fail(request, error, "session lost")
                 self._remove(request)
 

@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 
 from fast_batcher._core.host import Reporting, Tenancy
 from fast_batcher._core.prediction import Method
-from fast_batcher._core.values import Group, Request, State, settle
+from fast_batcher._core.values import Failure, Group, Request, State, settle
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._host import messages
 from fast_batcher._host.identity import ProcessIdentity, find_youngest_child, identify_process
@@ -52,7 +52,7 @@ from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_handle import Exit, WorkerHandle
 from fast_batcher._process import monotonic
-from fast_batcher._session.ledger import Ledger, set_exception
+from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Status
 from fast_batcher._session.session import LocalSession, Parts
 from fast_batcher._shared_memory.inputs import Slabs
@@ -355,7 +355,7 @@ class HostSession(LocalSession):
             request.context = None  # the copied context is the host's own
         else:
             settle(request)
-            set_exception(request, error)
+            self._ledger.give(request, Failure(error))
 
     def worker_ready(
         self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool

@@ -25,10 +25,10 @@ from fast_batcher._host.protocol import (
     measure_packed,
     pack_outcome,
 )
-from fast_batcher._host.streams import HostStream, WholeAnswer
 from fast_batcher._observers import Carried, restore_context
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
+from fast_batcher._session.streams import ChunkSink
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import Kind, LoopChannel
 from fast_batcher._transport.pickling import (
@@ -167,6 +167,30 @@ class HostCaller:
         self._tenant.answer(self._id, error)
 
 
+class SteppedCaller(HostCaller):
+    """The caller of a whole answer of a `SteppedModel`, whose chunks are sent at once."""
+
+    __slots__ = ()
+
+    def set_result(self, chunks: list[Any]) -> None:
+        """Send the chunks, and the end."""
+        for chunk in chunks:
+            self._tenant.put(self._id, chunk)
+        self._tenant.end_stream(self._id)
+
+
+class HostStream(SteppedCaller, ChunkSink):
+    """The caller of a stream in an API process, whose chunks are sent as they come."""
+
+    def __init__(self, tenant: "Tenant", id: int) -> None:
+        ChunkSink.__init__(self)
+        SteppedCaller.__init__(self, tenant, id)
+
+    def add(self, chunk: Any) -> None:
+        """Send the next chunk with the answers of this turn."""
+        self._tenant.put(self._id, chunk)
+
+
 class Tenant:
     """An API process that the host serves."""
 
@@ -198,7 +222,7 @@ class Tenant:
         # Outcomes and chunks of this turn of the loop, and the streams that end behind them.
         self._ids: list[int] = []
         self._values: list[Any] = []
-        self._ended: list[tuple[int, Any]] = []
+        self._ended: list[int] = []
         self._is_scheduled = False
         # Ids of requests whose rows no worker views any more; any thread may append.
         self._freed: deque[int] = deque()
@@ -239,10 +263,9 @@ class Tenant:
             else [self._unpack(*pair) for pair in zip(ids, inputs, strict=True)]
         )
         self._received += len(ids)
+        make_caller = SteppedCaller if session.is_stepped else HostCaller
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
-            request = Request(value, HostCaller(self, request_id))
-            if session.is_stepped:
-                request.caller = WholeAnswer(request_id, self._put, self._end_stream)
+            request = Request(value, make_caller(self, request_id))
             if position in options:
                 self._apply(request_id, request, *options[position])
             if type(value) is RowInput:
@@ -309,7 +332,7 @@ class Tenant:
             request.session, place.may_begin = place, may_begin
             self.session.begin_session()
         if is_stream:
-            request.caller = HostStream(request_id, self._put, self._end_stream)
+            request.caller = HostStream(self, request_id)
 
     def _unpack(self, request_id: int, packed: Any) -> Any:
         if isinstance(packed, bytes):
@@ -347,17 +370,18 @@ class Tenant:
     def answer(self, request_id: int, outcome: Any) -> None:
         """Send an outcome with the others of this turn of the loop."""
         self._requests.pop(request_id, None)
-        self._put(request_id, outcome)
+        self.put(request_id, outcome)
 
-    def _put(self, request_id: int, value: Any) -> None:
+    def put(self, request_id: int, value: Any) -> None:
+        """Send an outcome or a chunk with the others of this turn of the loop."""
         self._ids.append(request_id)
         self._values.append(value)
         self._flush_soon()
 
-    def _end_stream(self, request_id: int, error: BaseException | None) -> None:
+    def end_stream(self, request_id: int) -> None:
         """Send the end of a stream, behind its chunks."""
         self._requests.pop(request_id, None)
-        self._ended.append((request_id, None if error is None else pack_outcome(error)))
+        self._ended.append(request_id)
         self._flush_soon()
 
     def _flush_soon(self) -> None:

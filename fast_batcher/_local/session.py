@@ -57,7 +57,7 @@ from fast_batcher._local.function import (
 )
 from fast_batcher._observers import BatchContexts
 from fast_batcher._process import at_fork
-from fast_batcher._session.ledger import GONE, Ledger, set_exception
+from fast_batcher._session.ledger import GONE, Ledger
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -534,7 +534,7 @@ class FunctionSession:
         with self._lock:
             settle_open(batch.requests)
         for request in batch.requests:
-            set_exception(request, to_error())
+            self._ledger.give(request, Failure(to_error()))
         self.drop(batch)
 
     def drop(self, batch: Batch) -> None:

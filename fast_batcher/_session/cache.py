@@ -19,10 +19,10 @@ from math import inf
 from typing import Any, Final
 
 from fast_batcher._arrays.joining import is_much
-from fast_batcher._core.values import Request, settle
+from fast_batcher._core.values import Failure, Request, settle
 from fast_batcher._identity import digest_input
 from fast_batcher._process import monotonic
-from fast_batcher._session.ledger import Ledger, set_exception
+from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel
 from fast_batcher._session.offload import offload
 from fast_batcher._session.outcomes import timeout_of
@@ -160,7 +160,8 @@ class SingleFlight:
         if self._flights[request].leader is not request:
             kind = DeadlineExceededError if self._session.load[0] else NotReadyError
             timeout = timeout_of(request, self._session.settings)
-            set_exception(request, kind(f"there was no answer within its timeout of {timeout} s"))
+            error = kind(f"there was no answer within its timeout of {timeout} s")
+            self._ledger.give(request, Failure(error))
             self.abandon(request, "expired")
 
     def _leave(self, request: Request) -> _Flight | None:
@@ -250,7 +251,7 @@ class SingleFlight:
         for call in [*flight.calls]:
             if not is_late or call.deadline <= request.deadline:
                 self._leave(call)
-                set_exception(call, copy_error(error))
+                self._ledger.give(call, Failure(copy_error(error)))
         if flight.calls:
             self._send(flight)
         else:
@@ -274,8 +275,7 @@ class SingleFlight:
                 call = next(iter(flight.calls), None)
                 if call is not None:
                     self._leave(call)
-                    if not call.caller.done():  # cancelled, in this turn of the loop
-                        call.caller.set_result(copied)
+                    self._ledger.give(call, copied)
                 del copied, call
                 if is_large:
                     continue
@@ -315,8 +315,8 @@ class SingleFlight:
         is_closed = self.binding.loop.is_closed()
         for call in [call for flight in self.lookups for call in flight.calls]:
             if not is_closed:  # the futures of a closed loop cannot be settled
-                text = f"{self._name} was closed before it had answered"
-                set_exception(call, BatcherClosedError(text))
+                closed = BatcherClosedError(f"{self._name} was closed before it had answered")
+                self._ledger.give(call, Failure(closed))
             self.abandon(call, "cancelled" if is_closed else "failed")
         self._session.end(grace)
 

@@ -214,7 +214,7 @@ class Ledger:
         if failed and not any(getattr(one.caller, "has_failed", False) for one, _ in failed):
             self.note_late_error(failed[0][1].error)
 
-    def note_late_error(self, error: BatcherError) -> None:
+    def note_late_error(self, error: BaseException) -> None:
         """Count and log an error of a batch that no caller has got, because they had left."""
         is_logged, omitted = self.counters.late_errors.add(monotonic())
         if is_logged:
@@ -240,14 +240,36 @@ class Ledger:
         self.counters.samples.append((now - seconds, now, size, "step", left, 0.0, seconds))
         self.counters.streams.note_step(now, streams, outcomes)
 
+    def give(self, request: Request, outcome: Any) -> bool:
+        """Give one caller an outcome that is counted elsewhere; the request is settled already.
+
+        Returns False if the caller has gone in this turn of the loop.
+        """
+        give = request.caller.set_result
+        if type(outcome) is Failure:
+            give, outcome = request.caller.set_exception, outcome.error
+            if request.staged is not None:  # a task that never runs again keeps the request
+                request.staged.release()
+            blame_loop(outcome, request)
+            # The frames of a user's function hold the input, the caller's future, and so the error.
+            forget_frames(outcome)
+        try:
+            give(outcome)
+        except GONE:
+            return False
+        except Exception:  # an event loop may have futures of its own
+            logger.exception("%s: the future of a caller has refused its outcome", self._name)
+            return False
+        return True
+
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
-        is_told = set_exception(request, error)
+        is_told = self.give(request, Failure(error))
         self.end(request, _outcome_of(error) if is_told else "cancelled", reason)
 
     def expire(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller the error of an expired request, which is settled already."""
-        set_exception(request, error)
+        self.give(request, Failure(error))
         self.end(request, "expired", reason)
 
     def cancel(self, request: Request, reason: str) -> None:
@@ -259,7 +281,7 @@ class Ledger:
     def reject(self, request: Request, error: BatcherError) -> None:
         """Settle a request that was not accepted, and give its caller the error."""
         settle(request)
-        set_exception(request, error)
+        self.give(request, Failure(error))
         answer = read_answer(error)
         self.end(request, "rejected", answer.reason or answer.code.replace("_", " "))
 
@@ -304,26 +326,3 @@ class Ledger:
 def _outcome_of(error: BaseException) -> Outcome:
     """Return the outcome of a request that ends with this error of the model."""
     return "refused" if isinstance(error, InputError) else "failed"
-
-
-def set_result(request: Request, outcome: Any) -> bool:
-    """Give one caller an answer; return False if the caller has gone in this turn of the loop."""
-    try:
-        request.caller.set_result(outcome)
-    except GONE:
-        return False
-    return True
-
-
-def set_exception(request: Request, error: BaseException) -> bool:
-    """Give one caller an error; return False if the caller has gone."""
-    if request.staged is not None:  # a task that never runs again keeps the request
-        request.staged.release()
-    blame_loop(error, request)
-    # Those of a function of the user hold the input, the caller's future, and so the error itself.
-    forget_frames(error)
-    try:
-        request.caller.set_exception(error)
-    except GONE:
-        return False
-    return True

@@ -476,7 +476,8 @@ class LocalSession(Session):
 
     def _send(self, batch: Batch) -> None:
         if self._is_stepped:
-            batch.requests[0].chunk_times = ChunkTimes(batch.requests[0].arrival)
+            stream = batch.requests[0]
+            stream.chunk_times, stream.chunks = ChunkTimes(stream.arrival), []
         if self._active:
             batch.contexts = self._observers.follow(batch, dumps)
         size, worker = len(batch.requests), self.pool.workers[batch.worker]
@@ -707,7 +708,7 @@ class LocalSession(Session):
         self._ledger.complete_step(now, streams, outcomes, seconds, scheduler.queue_size)
         failures = self._give_chunks(streams, outcomes)
         for batch in finished:
-            outcome = failures.get(batch.id, batch.chunks or [])
+            outcome = failures.get(batch.id, batch.requests[0].chunks)
             self._ledger.answer(batch, batch.requests, [outcome])
             if self.pool.recycles:
                 self.pool.batch_answered(worker)

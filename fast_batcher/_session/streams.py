@@ -4,8 +4,9 @@
        '--note_step--> StreamFigures
 
 A `ChunkQueue` stands in the place of the future of a request, so that a stream is settled once, as
-every request: at its end, or with an error. A request with a future gets the list of all chunks.
-`give_chunks` and `ChunkSink` also run in the host, whose sinks pass the chunks on.
+every request: at its end, or with an error. A request with a future gets the list of all chunks,
+which `add_chunk` gathers. `give_chunks` and `ChunkSink` also run in the host, whose sinks pass the
+chunks on: the process that schedules a stream counts its unread chunks.
 """
 
 import asyncio
@@ -38,47 +39,38 @@ ENDED_EARLY = "nothing can be read: the stream was closed before its end, or has
 class ChunkSink:
     """The receiver of the chunks of one stream; counts the unread ones."""
 
-    def __init__(self, most: int = MOST_BUFFERED) -> None:
-        self._most = most
+    def __init__(self) -> None:
         # Bytes of each chunk that was not read, 0 if unknown, and their sum.
         self._sizes: deque[int] = deque()
         self._bytes = 0
         # Whether the stream waits for its reader.
         self.is_paused = False
-        # Called when chunks are read, with True to resume a paused stream; None unless the stream
-        # is paused or watched.
+        # Called when chunks of a paused stream are read, with True to resume it.
         self._on_read: Callable[[bool], None] | None = None
 
-    def put(self, chunk: Any) -> bool:
-        """Add a chunk; return whether the stream is to pause."""
+    def add(self, chunk: Any) -> None:
+        """Take the next chunk."""
+        raise NotImplementedError
+
+    def count(self, chunk: Any) -> bool:
+        """Count an unread chunk; return whether the stream is to pause."""
         size = measure_known(chunk) or 0
         self._sizes.append(size)
         self._bytes += size
-        self._add(chunk)
-        is_full = len(self._sizes) >= self._most or self._bytes >= MOST_BUFFERED_BYTES
+        is_full = len(self._sizes) >= MOST_BUFFERED or self._bytes >= MOST_BUFFERED_BYTES
         return is_full and not self.is_paused
-
-    def _add(self, chunk: Any) -> None:
-        raise NotImplementedError
 
     def pause(self, on_read: Callable[[bool], None]) -> None:
         """Note that the stream is paused until half of the chunks were read."""
         self.is_paused, self._on_read = True, on_read
 
-    def watch(self, on_read: Callable[[bool], None]) -> None:
-        """Report each chunk that is read: a host counts them, and pauses the stream.
-
-        This sink never resumes a stream, and what `put` returns has no meaning.
-        """
-        self._most, self._on_read = -1, on_read
-
     def note_read(self, count: int) -> None:
-        """Note that chunks were read."""
+        """Note that counted chunks were read."""
         for _ in range(count):
             self._bytes -= self._sizes.popleft()
         on_read = self._on_read
         if on_read is not None:
-            is_half_read = len(self._sizes) <= self._most // 2
+            is_half_read = len(self._sizes) <= MOST_BUFFERED // 2
             resumes = is_half_read and self._bytes <= MOST_BUFFERED_BYTES // 2
             if resumes:
                 self.is_paused, self._on_read = False, None
@@ -88,10 +80,12 @@ class ChunkSink:
 class ChunkQueue(ChunkSink):
     """The chunks of one stream that have come and are not read, and its outcome."""
 
-    def __init__(self, loop: AbstractEventLoop, most: int = MOST_BUFFERED) -> None:
-        super().__init__(most)
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        super().__init__()
         self.loop = loop
         self.chunks: deque[Any] = deque()
+        # Called for each chunk that is read; None if they are counted here.
+        self.tell_read: Callable[[], None] | None = None
         # Set once no further chunk comes; the error is raised behind the chunks.
         self.is_over = False
         self.error: BaseException | None = None
@@ -100,7 +94,8 @@ class ChunkQueue(ChunkSink):
 
     # The session's side.
 
-    def _add(self, chunk: Any) -> None:
+    def add(self, chunk: Any) -> None:
+        """Keep the next chunk for the reader."""
         self.chunks.append(chunk)
         self._wake()
 
@@ -139,7 +134,10 @@ class ChunkQueue(ChunkSink):
     def take(self) -> Any:
         """Remove and return the next chunk."""
         chunk = self.chunks.popleft()
-        self.note_read(1)
+        if self.tell_read is None:
+            self.note_read(1)
+        else:
+            self.tell_read()
         return chunk
 
     def leave(self) -> None:
@@ -344,6 +342,16 @@ class StreamFigures:
         return fields
 
 
+def add_chunk(request: Request, chunk: Any) -> bool:
+    """Give a request its next chunk; return False if its caller waits for the whole answer."""
+    if not isinstance(request.caller, ChunkSink):
+        request.chunks.append(chunk)
+        return False
+    request.has_chunks = True
+    request.caller.add(chunk)
+    return True
+
+
 def give_chunks(
     streams: list[Batch], outcomes: list[Any], deadline_of: Callable[[Request], float]
 ) -> tuple[dict[int, Failure], list[Batch]]:
@@ -358,17 +366,11 @@ def give_chunks(
         request = batch.requests[0]
         if request.is_settled:
             continue
-        queue = request.caller
         if type(outcome) is Failure:
             failures[batch.id] = outcome
-        elif isinstance(queue, ChunkSink):
-            request.has_chunks = True
+        elif add_chunk(request, outcome):
             # The batch keeps its earlier deadline, at which the scheduler looks at the request's.
             request.deadline = deadline_of(request)
-            if queue.put(outcome):
+            if request.caller.count(outcome):
                 full.append(batch)
-        elif batch.chunks is None:
-            batch.chunks = [outcome]
-        else:
-            batch.chunks.append(outcome)
     return failures, full

@@ -298,6 +298,20 @@ def test_the_scheduler_alone_changes_its_parts() -> None:
     assert not {ours(target) for source in shells for target in source.imports()} & parts
 
 
+def test_the_ledger_alone_gives_callers_their_outcomes() -> None:
+    """Each outcome is counted once, and no caller that has gone harms another."""
+    givers = {
+        name
+        for name, source in SOURCES.items()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("set_result", "set_exception")
+        and ast.unparse(node.value).endswith("caller")
+    }
+    # The items of a decorated call end it; a call of many inputs may not reach a session.
+    assert givers == {"_session.ledger", "_local.session", "_session.calls"}
+
+
 # The worker.
 
 

@@ -35,3 +35,30 @@ async def test_error_is_late_without_a_caller(
     for request in requests:
         if request.caller.done():
             request.caller.exception()
+
+
+class RefusingCaller:
+    """The future of an event loop that takes no outcome."""
+
+    def set_result(self, _: object) -> None:
+        raise TypeError("no result")
+
+    def set_exception(self, _: BaseException) -> None:
+        raise TypeError("no error")
+
+
+async def test_outcome_that_no_caller_takes_is_told_and_counted_nowhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ledger, loop = Ledger("model"), asyncio.get_running_loop()
+    here, gone = loop.create_future(), loop.create_future()
+    gone.cancel()
+    assert ledger.give(Request(None, here), "output")
+    assert await here == "output"
+    for caller in (gone, RefusingCaller()):
+        assert not ledger.give(Request(None, caller), "output")
+        assert not ledger.give(Request(None, caller), Failure(InferenceError("failed")))
+    assert not ledger.counters.outcomes
+    assert {record.getMessage() for record in caplog.records} == {
+        "model: the future of a caller has refused its outcome"
+    }

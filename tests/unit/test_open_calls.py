@@ -39,14 +39,14 @@ def test_calls_of_a_share_are_counted_until_they_end() -> None:
         request.share = None if number == 5 else "a" if number else "b"
         calls.add(0.0, request)
     assert (calls.held_by("a"), calls.held_by("b"), calls.held_by("c")) == (4, 1, 0)
-    calls.begin_stream(requests[1])
+    requests[1].has_chunks = True
     assert calls.held_by("a") == 4
     for request in (requests[1], requests[1], requests[2], requests[5]):
         calls.remove(request.id)
     assert calls.held_by("a") == 2
     for request in requests[3:]:
         request.phase = SENT
-    assert calls.host_lost().failed == []
+    assert calls.host_lost()[0] == []
     assert len(calls.expire(10.0 + GRACE)) == 3
     assert (calls.held_by("a"), calls.held_by("b")) == (0, 0)
     calls.add(0.0, requests[0])
@@ -74,6 +74,18 @@ def test_request_expires_once_after_its_deadline() -> None:
     assert [*calls] == [late]
 
 
+def test_stream_with_a_chunk_has_no_further_deadline_here() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+    stream, other = make(calls, 0.0), make(calls, 0.0, 50.0)
+    stream.has_chunks = True
+    assert calls.expire(10.0 + GRACE) == []
+    assert calls.find(stream.id) is stream
+    assert calls.next_expiry == 50.0 + GRACE
+    assert calls.expire(50.0 + GRACE) == [other]
+    assert calls.remove(stream.id) is stream
+    assert not stream.is_settled
+
+
 def test_calls_without_timeout_do_not_expire() -> None:
     calls = OpenCalls(None, idempotent=True)
     request = make(calls, 0.0)
@@ -90,9 +102,11 @@ def test_dead_host_uses_one_of_two_tries() -> None:
     for loss in range(1, MOST_LOSSES + 1):
         for request in requests:
             request.phase = SENT
-        again, failed, poisonous = calls.host_lost()
+        failed, poisonous = calls.host_lost()
+        again = [*calls.unsent.values()]
         assert failed == []
         assert (again, poisonous) == (([], requests) if loss == MOST_LOSSES else (requests, []))
+        calls.unsent.clear()
         assert {one.losses for one in requests} == {loss}
     assert all(one.is_settled for one in requests)
     assert [*calls] == [waiting]
@@ -104,7 +118,8 @@ def test_host_without_workers_dies_of_no_request() -> None:
     request = make(calls, 0.0)
     for _ in range(MOST_LOSSES + 1):
         request.phase = SENT
-        assert calls.host_lost(had_workers=False) == ([request], [], [])
+        assert calls.host_lost(had_workers=False) == ([], [])
+        assert calls.unsent == {request.id: request}
     assert (request.losses, request.phase) == (0, RETRYING)
 
 
@@ -112,7 +127,7 @@ def test_non_idempotent_requests_fail_at_once() -> None:
     calls = OpenCalls(10.0, idempotent=False)
     sent, waiting = make(calls, 0.0), make(calls, 0.0)
     sent.phase = SENT
-    assert calls.host_lost() == ([], [sent], [])
+    assert calls.host_lost() == ([sent], [])
     assert [*calls] == [waiting]
 
 
@@ -147,6 +162,7 @@ class Caller:
     def send(self, number: int) -> None:
         for request in [*self.alive.values()][number:]:
             request.phase = SENT
+            self.calls.unsent.pop(request.id, None)
 
     def answer(self, number: int) -> None:
         for request in [*self.alive.values()][number : number + 1]:
@@ -162,9 +178,10 @@ class Caller:
         assert self.now < self.calls.next_expiry <= soonest + GRACE
 
     def lose(self, _: int) -> None:
-        again, failed, poisonous = self.calls.host_lost()
+        failed, poisonous = self.calls.host_lost()
         self.end(failed + poisonous)
-        assert again == sorted(again, key=lambda one: one.id)
+        again = [*self.calls.unsent]
+        assert again == sorted(again)
         assert not (failed if self._idempotent else again)
 
     def close(self, number: int) -> None:
@@ -192,4 +209,5 @@ def test_each_request_ends_once_before_its_deadline(
         event(caller, number)
         assert {one.id for one in caller.calls} == caller.alive.keys()
         assert len(caller.calls) == len(caller.alive)
+        assert caller.calls.unsent.keys() <= caller.alive.keys()
         assert all(one.losses < MOST_LOSSES for one in caller.alive.values())
