@@ -26,7 +26,7 @@ import ray
 from fast_batcher._arrays.stacking import Piece, make_piece
 from fast_batcher._shared_memory.inputs import unpack_layout, view_rows
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_header, split_frames
+from fast_batcher._transport.channels import BlockingChannel, Frame
 from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._version import __version__
@@ -75,7 +75,7 @@ class CallChannel:
     def __init__(self, records: RecordKeeper) -> None:
         self.received: deque[Frame] = deque()
         self._records = records
-        self._sent: list[bytes] = []
+        self._sent: list[Frame] = []
 
     def receive(self) -> Frame | None:
         """Return the next frame of the call."""
@@ -93,17 +93,13 @@ class CallChannel:
         seconds: float = 0.0,
     ) -> None:
         """Add a frame to the answer."""
-        self._sent += (pack_header(kind, len(body), batch_id, seconds), body)
+        self._sent.append(Frame(kind, batch_id, seconds, body))
 
     def take_answer(self) -> bytes:
-        """Return the frames of the answer, behind those of log records."""
-        sent, self._sent = self._sent, []
-        records = self._records.packed
-        while records:
-            self.send(Kind.LOG, body=records.popleft())
-        answer = b"".join([*self._sent, *sent])
-        self._sent = []
-        return answer
+        """Return the log records since the last call, and the frames of the answer."""
+        frames, self._sent = self._sent, []
+        records = [self._records.packed.popleft() for _ in range(len(self._records.packed))]
+        return pickling.dumps((records, frames))
 
 
 class RowReader(InputReader):
@@ -180,10 +176,10 @@ class ModelActor:
         self._port.report_ready(loaded.times, 1, {}, loaded.start)
         return self._channel.take_answer()
 
-    def compute(self, frames: bytes | memoryview, *buffers: Any) -> bytes:
+    def compute(self, frames: bytes, *buffers: Any) -> bytes:
         """Compute a batch."""
         assert self._loop is not None, "the host has READY"
-        self._channel.received.extend(split_frames(frames))
+        self._channel.received.extend(pickling.loads(frames))
         self._reader.buffers.extend(buffers)
         while not isinstance(job := self._port.receive(), BatchJob):
             assert job is not None, "a call has a batch"
@@ -192,10 +188,10 @@ class ModelActor:
         self._port.answer(job)
         return self._channel.take_answer()
 
-    def step(self, frames: bytes | memoryview, *buffers: Any) -> tuple[bytes, bool]:
+    def step(self, frames: bytes, *buffers: Any) -> tuple[bytes, bool]:
         """Take streams and orders, and compute a step; tell whether another one can follow."""
         assert self._steps is not None, "the host has READY of a `SteppedModel`"
-        self._channel.received.extend(split_frames(frames))
+        self._channel.received.extend(pickling.loads(frames))
         self._reader.buffers.extend(buffers)
         goes_on = self._steps.advance()
         return self._channel.take_answer(), goes_on

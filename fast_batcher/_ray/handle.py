@@ -28,14 +28,7 @@ from fast_batcher._ray.cluster import CONNECT_TIMEOUT, PROBE_TIMEOUT, Cluster
 from fast_batcher._ray.steps import StepCalls
 from fast_batcher._shared_memory.inputs import unpack_layout
 from fast_batcher._transport import pickling
-from fast_batcher._transport.channels import (
-    Frame,
-    Frames,
-    Kind,
-    Reservation,
-    pack_header,
-    split_frames,
-)
+from fast_batcher._transport.channels import Frame, Frames, Kind, Reservation
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher.errors import WorkerStartupError
 
@@ -86,7 +79,7 @@ class RayWorker(FrameWorker):
         # Results that were not read yet.
         self._results: deque[Result] = deque()
         # Frames of a batch of which the last has not come.
-        self._ahead: list[bytes] = []
+        self._ahead: list[Frame] = []
         # Frames behind a reservation.
         self._backlog: deque[Reservation | tuple[int, int, bytes]] = deque()
         # Batches that the actor has, oldest first.
@@ -234,11 +227,11 @@ class RayWorker(FrameWorker):
             with suppress(RuntimeError):  # it is closed
                 loop.call_soon_threadsafe(self._read_results, context=Context())
 
-    def _step_soon(self, number: int, frames: list[bytes], rows: list[tuple[int, int]]) -> None:
+    def _step_soon(self, number: int, frames: list[Frame], rows: list[tuple[int, int]]) -> None:
         self._cluster.call(lambda: self._compute(number, frames, rows, Purpose.STEP))
 
     def _compute(
-        self, number: int, frames: list[bytes], rows: list[tuple[int, int]], purpose: Purpose
+        self, number: int, frames: list[Frame], rows: list[tuple[int, int]], purpose: Purpose
     ) -> None:
         """Call the actor with a batch or a step; Ray copies large arguments into its store."""
         slabs = self._slabs
@@ -249,8 +242,9 @@ class RayWorker(FrameWorker):
             except OSError:  # the memory is closed, and the pool ends
                 return
         # Ray pickles no bytes.
+        packed = pickling.dumps(frames)
         method = "compute" if purpose is Purpose.BATCH else "step"
-        self._call(purpose, method, b"".join(frames), *buffers, batch_id=number)
+        self._call(purpose, method, packed, *buffers, batch_id=number)
 
     # Frames to the actor.
 
@@ -271,7 +265,7 @@ class RayWorker(FrameWorker):
                 return
             self._cluster.call(lambda: self._call(Purpose.STOP, "stop"))
             return
-        self._ahead += (pack_header(kind, len(body), batch_id, 0.0), body)
+        self._ahead.append(Frame(kind, batch_id, 0.0, body))
         # The end of a session goes with the next batch; that of a stream is awaited.
         if kind == Kind.PART or (kind == Kind.LEAVE and self._steps is None):
             return
@@ -351,24 +345,24 @@ class RayWorker(FrameWorker):
         elif purpose is Purpose.BATCH:
             self._open.pop(batch_id, None)
             self.leases.pop(batch_id, None)
-        self._read_frames(answer)
+        self._read(answer)
 
     def _take_step(self, number: int, answer: tuple[bytes, bool]) -> None:
         assert self._steps is not None, "a step was asked for"
-        for frames, streams in self._steps.take(number, answer):
+        for answered, streams in self._steps.take(number, answer):
             for stream in streams:  # the actor has copied their inputs
                 self.leases.pop(stream, None)
-            self._read_frames(frames)
+            self._read(answered)
         if self._stops_later and not self._open:
             self._stops_later = False
             self._send_now(Kind.STOP, 0, b"")
 
-    def _read_frames(self, answer: bytes) -> None:
+    def _read(self, answer: bytes) -> None:
         try:
-            for frame in split_frames(answer):
-                if frame.kind == Kind.LOG:
-                    self._log(frame)
-                    continue
+            records, frames = pickling.loads(answer)
+            for packed in records:
+                self._log(packed)
+            for frame in frames:
                 self._dispatch(frame)
         except Exception as error:  # noqa: BLE001  as in `LoopChannel`
             self.kill_on_protocol_error(error)
@@ -378,8 +372,8 @@ class RayWorker(FrameWorker):
         for ended in [batch_id] if report.step is None else report.step[1]:
             self._open.pop(ended, None)
 
-    def _log(self, frame: Frame) -> None:
-        record = unpack_record(bytes(frame.body))
+    def _log(self, packed: bytes) -> None:
+        record = unpack_record(packed)
         attributes = {"worker": self.index, "worker_pid": self.pid, "model": self._name}
         vars(record).update(attributes, worker_node=self.node)
         target = logging.getLogger(record.name)

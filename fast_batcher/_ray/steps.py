@@ -6,6 +6,8 @@ model does not wait for the network; streams that arrive meanwhile join one step
 
 from collections.abc import Callable, Iterator
 
+from fast_batcher._transport.channels import Frame
+
 # Calls that the actor has at a time: one computes, one waits.
 MOST_CALLS = 2
 
@@ -16,10 +18,10 @@ Row = tuple[int, int]
 class StepCalls:
     """The calls of one actor, in their order."""
 
-    def __init__(self, call: Callable[[int, list[bytes], list[Row]], None]) -> None:
+    def __init__(self, call: Callable[[int, list[Frame], list[Row]], None]) -> None:
         self._call = call
         # What goes with the next call: frames, rows of shared memory, and the ids of their streams.
-        self._frames: list[bytes] = []
+        self._frames: list[Frame] = []
         self._rows: list[Row] = []
         self._streams: list[int] = []
         # Numbers of the next call, of the next answer, and of the last call with frames.
@@ -31,7 +33,7 @@ class StepCalls:
         # Whether the actor can step, as far as is known.
         self.is_stepping = False
 
-    def add(self, frames: list[bytes], rows: list[Row], stream: int) -> None:
+    def add(self, frames: list[Frame], rows: list[Row], stream: int) -> None:
         """Send frames with the next call."""
         self._frames += frames
         self._rows += rows
@@ -43,11 +45,11 @@ class StepCalls:
         """Yield the answers whose turn has come, with the streams that went with their calls."""
         self._answers[number] = answer
         while self._due in self._answers:
-            frames, goes_on = self._answers.pop(self._due)
+            answered, goes_on = self._answers.pop(self._due)
             self.is_stepping = goes_on or self._due < self._last_with_frames or bool(self._frames)
             self._due += 1
             self._fill()
-            yield frames, self._sent.pop(self._due - 1)
+            yield answered, self._sent.pop(self._due - 1)
 
     def _fill(self) -> None:
         while self.is_stepping and self._next - self._due < MOST_CALLS:

@@ -106,7 +106,6 @@ class Kind:
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
     PONG = 22
-    LOG = 38  # a log record, from a worker on another machine
     # Between an API process and its host, besides ITEMS, PING and PONG: one pickled object, whose
     # type tells what it is; see `_host/messages.py`.
     MESSAGE = 35
@@ -247,18 +246,6 @@ class FrameReader:
         body[:begun] = self._view[body_start : body_start + begun]
         self._large, self._space = frame, body[begun:]
         self._start = self.rest = 0
-
-
-def split_frames(data: bytes | memoryview) -> Iterator[Frame]:
-    """Yield the frames of a complete message; the bodies are views of it."""
-    view, start = memoryview(data), 0
-    while start < len(view):
-        magic, kind, length, batch_id, seconds = _HEADER.unpack_from(view, start)
-        if magic != _MAGIC or kind not in KIND_NAMES:
-            raise TransportError("a message of a worker carries something that is not a frame")
-        start += HEADER_SIZE
-        yield Frame(kind, batch_id, seconds, view[start : start + length])
-        start += length
 
 
 class BlockingChannel:
