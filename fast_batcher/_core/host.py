@@ -93,7 +93,7 @@ class OpenCalls:
         self._idempotent = idempotent
         self._ids = count()
         self._calls = Deadlines()
-        # Those that are to be sent with the next turn of the loop, or to the next host.
+        # The calls to be sent with the next turn of the loop, or to the next host.
         self.unsent: dict[int, Request] = {}
         # The number of requests of each named share.
         self._held: Counter[Share] = Counter()
