@@ -29,7 +29,7 @@ from secrets import token_hex
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from fast_batcher._arrays.kinds import find_numpy, find_torch
+from fast_batcher._arrays.libraries import LIBRARIES, find_kind
 from fast_batcher._file_state import read_state
 from fast_batcher.model import ModelSpec
 
@@ -188,24 +188,10 @@ def _is_builtin_function(value: Any) -> bool:
 
 def _read_buffer(value: Any, *, of_input: bool) -> tuple[bytes, bytes] | None:
     """Return dtype, shape and device of an array or tensor, and its bytes; None if it has none."""
-    numpy, torch = find_numpy(), find_torch()
-    # A subclass may have more than its bytes, as a masked array has.
-    if numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject:
-        array = numpy.lib.format.dtype_to_descr(value.dtype), value.shape
-        return repr(array).encode(), value.tobytes()
-    if torch is not None and isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        if value.is_quantized:
-            return None
-        tensor = (
-            str(value.dtype),
-            (*value.shape,),
-            str(value.device),
-            value.requires_grad and not of_input,
-        )
-        plain = value.detach().cpu().resolve_conj().resolve_neg()
-        # A contiguous tensor of a single number may have any stride.
-        plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
-        return repr(tensor).encode(), plain.view(torch.uint8).numpy().tobytes()
+    for library in LIBRARIES:
+        kind = find_kind(library)
+        if kind is not None and isinstance(value, kind):
+            return library.read(value, of_input)
     return None
 
 

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from fast_batcher._arrays.kinds import find_torch, is_array, is_tensor
+from fast_batcher._arrays.kinds import is_array, to_numpy
 from fast_batcher._arrays.trees import flatten
 
 # Inputs of the check: their pairs take a few batches each.
@@ -78,10 +78,9 @@ def measure_length(value: Any) -> int:
 
 
 def _length_of(leaf: Any) -> int:
-    if is_array(leaf):
-        return int(leaf.size)
-    if is_tensor(leaf):
-        return int(leaf.numel())
+    array = to_numpy(leaf)
+    if is_array(array):
+        return int(array.size)
     return len(leaf) if isinstance(leaf, str | bytes) else 1
 
 
@@ -142,17 +141,13 @@ def _to_numbers(leaf: Any) -> tuple[list[Any], float] | None:
     """Return the numbers of a leaf, and their tolerance; None for another value."""
     if isinstance(leaf, bool | str | bytes):
         return None
-    if is_tensor(leaf):
-        leaf = leaf.detach().cpu()
-        if leaf.dtype is find_torch().bfloat16:  # NumPy has none
-            return leaf.float().reshape(-1).tolist(), TOLERANCES["f", 2]
-        leaf = leaf.numpy()
-    if hasattr(leaf, "dtype") and hasattr(leaf, "reshape"):
-        if leaf.dtype.kind not in "biufc":
+    array = to_numpy(leaf)
+    if hasattr(array, "dtype") and hasattr(array, "reshape"):
+        if array.dtype.kind not in "biufc":
             return None
-        return leaf.reshape(-1).tolist(), TOLERANCES.get(
-            (leaf.dtype.kind, leaf.dtype.itemsize), 0.0
-        )
+        # The array of a bfloat16 tensor has wider numbers.
+        precision = array.dtype.kind, leaf.dtype.itemsize
+        return array.reshape(-1).tolist(), TOLERANCES.get(precision, 0.0)
     if isinstance(leaf, float | complex):
         return [leaf], TOLERANCES["f", 8]
     return ([leaf], 0.0) if isinstance(leaf, int) else None

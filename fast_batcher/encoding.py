@@ -8,7 +8,7 @@ in the worker, and the app forwards the bytes.
 import base64
 from typing import Any
 
-from fast_batcher._arrays.kinds import find_torch, is_tensor
+from fast_batcher._arrays.kinds import to_numpy
 
 
 def to_json(value: Any) -> bytes:
@@ -61,24 +61,16 @@ def to_base64(array: Any) -> str:
         raise ModuleNotFoundError(
             "fast_batcher.encoding.to_base64 needs NumPy: pip install numpy", name="numpy"
         ) from error
-    numbers = np.asanyarray(_to_array(array))
+    numbers = np.asanyarray(to_numpy(array))
     if not np.can_cast(numbers.dtype, "<f4", "same_kind"):
         raise TypeError(f"to_base64: array has dtype {numbers.dtype}; give real numbers")
     filled = np.ma.filled(numbers.astype("<f4"), np.nan)
     return base64.b64encode(filled.tobytes()).decode("ascii")
 
 
-def _to_array(value: Any) -> Any:
-    if not is_tensor(value):
-        return value
-    tensor = value.detach().cpu()
-    # NumPy has no bfloat16.
-    return (tensor.float() if tensor.dtype is find_torch().bfloat16 else tensor).numpy()
-
-
 def _to_plain(value: Any) -> Any:
     """Convert a value that orjson cannot write to one that it can."""
-    array = _to_array(value)
+    array = to_numpy(value)
     if array is not value and array.flags.c_contiguous and array.ndim:
         return array
     if hasattr(array, "tolist"):  # an array that is not contiguous, or without axes

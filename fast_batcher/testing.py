@@ -42,12 +42,7 @@ from fast_batcher.errors import (
     read_answer,
 )
 from fast_batcher.model import Model
-from fast_batcher.settings import (
-    COUNT,
-    SECONDS_OR_ZERO,
-    Settings,
-    WorkerKind,
-)
+from fast_batcher.settings import COUNT, SECONDS_OR_ZERO, Settings, WorkerKind
 
 __all__ = ["BatcherKit", "FormedBatch", "WorkerKind", "assert_independent"]
 

@@ -30,3 +30,12 @@ def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor, of whatever subclass."""
     torch = find_torch()
     return torch is not None and issubclass(type(value), torch.Tensor)
+
+
+def to_numpy(value: Any) -> Any:
+    """Return a tensor as a NumPy array, and another value as it is."""
+    if not is_tensor(value):
+        return value
+    tensor = value.detach().cpu()
+    # NumPy has no bfloat16.
+    return (tensor.float() if tensor.dtype is find_torch().bfloat16 else tensor).numpy()

@@ -145,15 +145,15 @@ def rebuild_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def reduce_tensor(torch: Any, least: int, keeps_grad: bool, tensor: Any) -> Any:
+def reduce_tensor(least: int, keeps_grad: bool, tensor: Any) -> Any:
     """Reduce a tensor for a pickler to its values, without the rest of its storage.
 
     Args:
-        torch: The loaded module.
         least: Bytes from which the values are an out-of-band buffer of the pickler.
         keeps_grad: Whether `requires_grad` is part of the tensor.
         tensor: A `torch.Tensor`, and not of a subclass.
     """
+    torch: Any = sys.modules["torch"]
     try:
         requires_grad = keeps_grad and tensor.requires_grad
         if not _has_plain_values(torch, tensor):
@@ -193,3 +193,19 @@ def _compact(tensor: Any, *, requires_grad: bool) -> Any:
         return tensor
     values = tensor.detach().clone()
     return values.requires_grad_() if requires_grad else values
+
+
+def read_tensor(tensor: Any, of_input: bool) -> tuple[bytes, bytes] | None:
+    """Return dtype, shape and device of a tensor, and its bytes; None if these are not all of it.
+
+    The gradients of an input do not count.
+    """
+    torch: Any = sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    requires_grad = tensor.requires_grad and not of_input
+    described = str(tensor.dtype), (*tensor.shape,), str(tensor.device), requires_grad
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    # A contiguous tensor of a single number may have any stride.
+    plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return repr(described).encode(), plain.view(torch.uint8).numpy().tobytes()

@@ -33,11 +33,7 @@ from fast_batcher._session.life import LiveSettings
 from fast_batcher._transport.channels import HEADER_SIZE, Kind, LoopChannel, unpack_header
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher._transport.pickling import dumps, loads
-from fast_batcher.errors import (
-    ConfigurationError,
-    NotReadyError,
-    WorkerStartupError,
-)
+from fast_batcher.errors import ConfigurationError, NotReadyError, WorkerStartupError
 from fast_batcher.model import ModelSpec
 from fast_batcher.settings import OPTIONS, Settings, Use
 

@@ -14,12 +14,13 @@ import copyreg
 import functools
 import io
 import pickle
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fast_batcher._arrays.kinds import find_numpy, find_torch, is_array, is_tensor
-from fast_batcher._arrays.tensors import reduce_tensor
+from fast_batcher._arrays.kinds import is_array, is_tensor
+from fast_batcher._arrays.libraries import LIBRARIES, Library, find_kind
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.channels import READ_SIZE
 from fast_batcher.errors import (
@@ -294,6 +295,8 @@ class OutOfBandPickler:
         self._keeps_buffers = False
         self._makes_writable = makes_writable
         self._reducers = _Reducers()
+        # Libraries of arrays that were not loaded when a value was pickled.
+        self._missing: Sequence[Library] = LIBRARIES
 
     def pickle(
         self, values: "Sequence[Any]", may_share: "Callable[[], bool]"
@@ -325,15 +328,13 @@ class OutOfBandPickler:
 
     def _find_reducers(self) -> "_Reducers | None":
         """Return the reducers for arrays and tensors, None while neither library is loaded."""
-        numpy, torch = find_numpy(), find_torch()
-        if torch is not None and torch.Tensor not in self._reducers:
-            # The model's gradients stay in the worker.
-            keeps_grad = self._makes_writable
-            self._reducers[torch.Tensor] = functools.partial(
-                reduce_tensor, torch, self._least, keeps_grad
-            )
-        if self._makes_writable and numpy is not None:
-            self._reducers[numpy.ndarray] = _reduce_array
+        for library in self._missing:
+            if library.module in sys.modules and (kind := find_kind(library)) is not None:
+                self._missing = [one for one in self._missing if one is not library]
+                if library.reduces_outputs or self._makes_writable:
+                    self._reducers[kind] = functools.partial(
+                        library.reduce, self._least, self._makes_writable
+                    )
         return self._reducers or None
 
 
@@ -418,18 +419,3 @@ def _view(chunk: Any) -> "bytes | memoryview":
     if isinstance(chunk, bytes):
         return chunk
     return chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else memoryview(chunk)
-
-
-def _reduce_array(array: Any) -> Any:
-    """Reduce an array so that it is writable on arrival."""
-    reduced = array.__reduce_ex__(PROTOCOL)
-    # An array with a state, as if not contiguous, is always writable on arrival.
-    if array.flags.writeable or len(reduced) != 2:
-        return reduced
-    return _make_writable, reduced
-
-
-def _make_writable(function: "Callable[..., Any]", arguments: tuple[Any, ...]) -> Any:
-    """Make an array, and copy it if it is read-only."""
-    array = function(*arguments)
-    return array if array.flags.writeable else array.copy(order="K")
