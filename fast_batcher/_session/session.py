@@ -69,7 +69,7 @@ from fast_batcher._process import monotonic
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, Reports, timeout_of
-from fast_batcher._session.streams import give_chunks
+from fast_batcher._session.streams import begin_stream, give_chunks
 from fast_batcher._transport.pickling import dumps, measure_size
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -81,7 +81,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import ModelSpec
-from fast_batcher.observing import ChunkTimes, WorkerChanged
+from fast_batcher.observing import WorkerChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -476,8 +476,7 @@ class LocalSession(Session):
 
     def _send(self, batch: Batch) -> None:
         if self._is_stepped:
-            stream = batch.requests[0]
-            stream.chunk_times, stream.chunks = ChunkTimes(stream.arrival), []
+            begin_stream(batch.requests[0])
         if self._active:
             batch.contexts = self._observers.follow(batch, dumps)
         size, worker = len(batch.requests), self.pool.workers[batch.worker]

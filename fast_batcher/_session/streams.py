@@ -21,6 +21,7 @@ from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._transport.pickling import measure_known
 from fast_batcher.errors import InferenceError
+from fast_batcher.observing import ChunkTimes
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 ChunkT = TypeVar("ChunkT")
@@ -340,6 +341,11 @@ class StreamFigures:
             found = weighted_quantiles([(seconds, 1) for seconds in samples], (0.50, 0.95))
             fields[f"{name}_p50"], fields[f"{name}_p95"] = found
         return fields
+
+
+def begin_stream(request: Request) -> None:
+    """Expect the chunks of a request from the first on: it is sent to a worker, perhaps again."""
+    request.chunk_times, request.chunks = ChunkTimes(request.arrival), []
 
 
 def add_chunk(request: Request, chunk: Any) -> bool:
