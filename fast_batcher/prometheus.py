@@ -427,9 +427,9 @@ class PrometheusObserver(Observer):
                 stats.places or 0,
             )
         gauges: tuple[Gauge, ...] = self._series.gauges
-        is_stepped = stats.places is not None
-        if is_stepped:
-            gauges += self._streams.gauges
+        streams = None if stats.places is None else self._streams
+        if streams is not None:
+            gauges += streams.gauges
         for index, (gauge, value) in enumerate(zip(gauges, values, strict=False)):
             gauge.inc(value - self._shown[index])
             self._shown[index] = value
@@ -437,8 +437,8 @@ class PrometheusObserver(Observer):
         late, chunks = stats.late_errors, stats.chunks
         if stats.is_reporter:
             self._series.late_errors.inc(max(0, late - self._late_errors))
-            if is_stepped:
-                self._streams.chunks.inc(max(0, chunks - self._chunks))
+            if streams is not None:
+                streams.chunks.inc(max(0, chunks - self._chunks))
         self._late_errors, self._chunks = late, chunks
         # Each process has a loop of its own, whichever reports.
         blocked, self._loop_blocked = stats.loop_blocked - self._loop_blocked, stats.loop_blocked

@@ -81,7 +81,7 @@ from fast_batcher.errors import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher.model import ModelSpec
+from fast_batcher.model import ModelKind, ModelSpec
 from fast_batcher.observing import BatchAnswered, BatchDispatched, BatchLost, ReporterChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
@@ -425,7 +425,7 @@ class RemoteSession(Session):
         self._room = room[0] - (self._sent - room[1])
         if freed:
             self._inputs.free(freed)
-        if self._model.spec.is_stepped:
+        if self._model.spec.kind is ModelKind.STEPS:
             self._take_chunks(ids, values, ended)
         else:
             self._answer(ids, values)

@@ -241,7 +241,7 @@ class Tenant:
         self._received += len(ids)
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, HostCaller(self, request_id))
-            if session.is_stepped:
+            if session.kind.gives_chunks:
                 request.caller = WholeAnswer(request_id, self._put, self._end_stream)
             if position in options:
                 self._apply(request_id, request, *options[position])

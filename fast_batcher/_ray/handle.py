@@ -38,6 +38,7 @@ from fast_batcher._transport.channels import (
 )
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher.errors import WorkerStartupError
+from fast_batcher.model import ModelKind
 
 logger = logging.getLogger("fast_batcher")
 
@@ -92,7 +93,8 @@ class RayWorker(FrameWorker):
         # Batches that the actor has, oldest first.
         self._open: dict[int, None] = {}
         # The steps of a `SteppedModel`; and whether the actor stops when its streams have ended.
-        self._steps = StepCalls(self._step_soon) if self.model_spec.is_stepped else None
+        has_steps = self.model_spec.kind is ModelKind.STEPS
+        self._steps = StepCalls(self._step_soon) if has_steps else None
         self._stops_later = False
         # Whether `stop` has been answered.
         self._has_stopped = False
@@ -289,7 +291,7 @@ class RayWorker(FrameWorker):
         else:
             self._cluster.call(lambda: self._compute(batch_id, frames, rows, Purpose.BATCH))
 
-    def _skip(self, batch_id: int) -> None:
+    def skip(self, batch_id: int) -> None:
         if self.is_alive:
             self._cluster.call(lambda: self._skip_now(batch_id))
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._transport.pickling import measure_known
 from fast_batcher.errors import InferenceError
@@ -319,18 +318,18 @@ class StreamFigures:
         """Record the chunks of a step."""
         self.chunks += len(streams)
         self._steps += 1
-        sampled = streams[self._steps % len(streams)].requests[0].chunk_times
+        sampled = streams[self._steps % len(streams)].call.chunk_times
         if sampled.count:
             self._gaps.append(now - sampled.last_at)
         for batch, outcome in zip(streams, outcomes, strict=True):
-            request = batch.requests[0]
+            request = batch.call
             # An observer may have the times of a request that is settled.
             if request.is_settled or type(outcome) is Failure:
                 continue
             times = request.chunk_times
             if not times.count:
                 times.first_at = now
-                self.waits.append((now, joined_at(batch) - request.arrival))
+                self.waits.append((now, batch.joined_at - request.arrival))
                 self._first_chunks.append(now - request.arrival)
             times.count += 1
             times.last_at = now
@@ -355,7 +354,7 @@ def give_chunks(
     failures: dict[int, Failure] = {}
     full: list[Batch] = []
     for batch, outcome in zip(streams, outcomes, strict=True):
-        request = batch.requests[0]
+        request = batch.call
         if request.is_settled:
             continue
         queue = request.caller
