@@ -218,20 +218,15 @@ _SESSION_METHODS = (
 
 
 class ModelKind(Enum):
-    """Kind of a model, by the name of its base class."""
+    """Kind of a model, by the module and the name of its base class."""
 
-    BATCHES = "InferenceModel"
-    STEPS = "SteppedModel"  # its requests are streams
-    SESSIONS = "SessionModel"
+    BATCHES = ("fast_batcher.model", "InferenceModel")
+    STEPS = ("fast_batcher.stepped", "SteppedModel")  # its requests are streams
+    SESSIONS = ("fast_batcher.sessions", "SessionModel")
 
 
-# The modules of models with states, and the methods that the worker calls.
+# The methods that the worker calls of models with states.
 _STATEFUL = {
-    ModelKind.STEPS: "fast_batcher.stepped",
-    ModelKind.SESSIONS: "fast_batcher.sessions",
-}
-_CALLED = {
-    ModelKind.BATCHES: _METHODS,
     ModelKind.STEPS: (*_METHODS, *_STEPPED_METHODS),
     ModelKind.SESSIONS: _SESSION_METHODS,
 }
@@ -357,12 +352,8 @@ def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> 
 
 def _list_stateful(model: object) -> list[ModelKind]:
     """Return the kinds with states that a class is; their modules need not be imported."""
-    bases = {
-        kind: getattr(sys.modules.get(name), kind.value, ()) for kind, name in _STATEFUL.items()
-    }
-    return [
-        kind for kind, base in bases.items() if isinstance(model, type) and issubclass(model, base)
-    ]
+    bases = [(base.__module__, base.__name__) for base in getattr(model, "__mro__", ())]
+    return [kind for kind in _STATEFUL if kind.value in bases]
 
 
 def find_kind(model: object) -> ModelKind:
@@ -406,7 +397,8 @@ def find_model_fault(model: type) -> str | None:
             return f"{name} cannot be the name of a batchable method: {reason}; rename it"
     if (fault := _find_stateful_fault(model, marked)) is not None:
         return fault
-    called = (*_CALLED[find_kind(model)], *((name, *_BATCH) for name in marked))
+    called = _STATEFUL.get(find_kind(model), _METHODS)
+    called = (*called, *((name, *_BATCH) for name in marked))
     faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
 
@@ -424,7 +416,7 @@ def _find_stateful_fault(model: type, marked: list[str]) -> str | None:
     if len(kinds) > 1:
         return "it is both a SteppedModel and a SessionModel; derive it from one of them"
     others = [*marked, *(name for name in _NOT_STATEFUL if getattr(model, name, None))]
-    return f"a {kinds[0].value} cannot have {', '.join(others)}" if kinds and others else None
+    return f"a {kinds[0].value[1]} cannot have {', '.join(others)}" if kinds and others else None
 
 
 def _find_collation_fault(collation: object, model: type) -> str | None:

@@ -282,7 +282,7 @@ async def examine_model(
             sample = Sample(original, inputs)
             measured = await measure(batcher, sample, note)
             times = [(size, measured.seconds_of(size)) for size in measured.seconds]
-            yield _judge_times(times, _WORDS[is_streaming(original)], measured.contradiction)
+            yield _judge_times(original, times, measured.contradiction)
             if measured.fails_from is not None:
                 text = f"batches of {measured.fails_from} fail, and are computed in parts"
                 yield Check("batches", "warning", text, "lower max_batch_size; the log says why")
@@ -291,7 +291,7 @@ async def examine_model(
         else:
             learned = batcher.explain().service_times
             times = [(round(size), seconds) for size, seconds, _ in learned]
-            yield _judge_times(times, _WORDS[is_streaming(original)])
+            yield _judge_times(original, times)
     except BatcherError as error:
         yield Check("batches", "bad", _first_line(error), find_remedy(error))
     finally:
@@ -592,25 +592,18 @@ async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) 
     return Check(name, "good", "outputs do not depend on the other inputs of their batch")
 
 
-# Names of what is timed, by whether requests are streams; its unit; a cause and a remedy if nothing
-# was timed, which the warm-up of a model with whole batches does.
-_WORDS = {
-    False: ("batches", "requests", ": the model has no warmup_inputs", ", or write warmup_inputs"),
-    True: ("steps", "chunks", "", ""),
-}
+# What is timed; its unit; a cause and a remedy if nothing was timed: a warm-up times batches alone.
+_BATCHES = ("batches", "requests", ": the model has no warmup_inputs", ", or write warmup_inputs")
+_STEPS = ("steps", "chunks", "", "")
 
 
 def _judge_times(
-    timed: list[tuple[int, float]], words: tuple[str, str, str, str], contradiction: str = ""
+    batcher: DynBatcher[Any, Any], timed: list[tuple[int, float]], contradiction: str = ""
 ) -> Check:
-    name, unit, cause, remedy = words
+    name, unit, cause, remedy = _STEPS if is_streaming(batcher) else _BATCHES
     if not timed:
-        return Check(
-            name,
-            "warning",
-            f"nothing was timed{cause}",
-            f"give --inputs FILE with inputs as JSON{remedy}",
-        )
+        remedy = f"give --inputs FILE with inputs as JSON{remedy}"
+        return Check(name, "warning", f"nothing was timed{cause}", remedy)
     text = ", ".join(f"t({size}) = {1e3 * seconds:.3g} ms" for size, seconds in timed)
     if contradiction:
         return Check(name, "warning", f"{text}: {CONTRADICTS.format(contradiction)}", AGAIN)

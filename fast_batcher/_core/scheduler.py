@@ -28,7 +28,7 @@ from fast_batcher._core.prediction import (
     Methods,
 )
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
-from fast_batcher._core.sessions import SessionQueue, Slots
+from fast_batcher._core.sessions import SessionQueue
 from fast_batcher._core.values import (
     COPYING_OUT,
     QUEUED,
@@ -56,7 +56,7 @@ from fast_batcher._core.values import (
     settle_open,
     target_of,
 )
-from fast_batcher._core.workers import WorkerSlot, WorkerTable
+from fast_batcher._core.workers import Slots, WorkerSlot, WorkerTable
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 
 # A request fails after this many workers died while computing it: it is tried again once.

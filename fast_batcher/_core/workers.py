@@ -4,7 +4,7 @@ Part of the scheduler. Decides which worker gets the next batch, and when a runn
 or a worker counts as stalled; worker processes are handled in `_parent/`.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -67,6 +67,10 @@ class WorkerSlot:
         """
         is_busy = self.has_stages and bool(self.batches)
         return is_busy and self.batches[0].call.losses > 0
+
+
+# The workers of a queue, None for all.
+Slots = list[WorkerSlot] | None
 
 
 class WorkerTable:
@@ -145,10 +149,7 @@ class WorkerTable:
         return batch if batch is not None and batch.worker == worker else None
 
     def least_loaded(
-        self,
-        below: float = inf,
-        slots: Iterable[WorkerSlot] | None = None,
-        queue: Queue | None = None,
+        self, below: float = inf, slots: Slots = None, queue: Queue | None = None
     ) -> WorkerSlot | None:
         """Return the available worker for the next batch of a queue, or None.
 

@@ -38,7 +38,6 @@ from fast_batcher._transport.channels import (
 )
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model import ModelKind
 
 logger = logging.getLogger("fast_batcher")
 
@@ -93,8 +92,7 @@ class RayWorker(FrameWorker):
         # Batches that the actor has, oldest first.
         self._open: dict[int, None] = {}
         # The steps of a `SteppedModel`; and whether the actor stops when its streams have ended.
-        has_steps = self.model_spec.kind is ModelKind.STEPS
-        self._steps = StepCalls(self._step_soon) if has_steps else None
+        self._steps = StepCalls(self._step_soon) if self._has_steps else None
         self._stops_later = False
         # Whether `stop` has been answered.
         self._has_stopped = False

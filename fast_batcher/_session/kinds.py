@@ -7,7 +7,7 @@ its limits, the records of batches and their explanation, and the orders to end 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fast_batcher._core.explanation import BatchSample, Setup, explain
+from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.policy import Policy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import PaddedPacker, SummedPacker
@@ -30,6 +30,7 @@ class BatchKind:
     _make_scheduler: type[Scheduler] = Scheduler
 
     def __init__(self, ledger: Ledger) -> None:
+        self._counters = ledger.counters
         # Records a batch that is sent, and one that was computed.
         self.count_sent: Callable[[int, str], None] = ledger.counters.count_batch
         self.complete: Callable[[float, Batch, float], None] = ledger.complete_batch
@@ -71,12 +72,10 @@ class BatchKind:
         make = PaddedPacker if settings.cost_is_padded else SummedPacker
         return make(settings.max_batch_cost)
 
-    def explain(
-        self, samples: Sequence[BatchSample], setup: Setup, scheduler: Scheduler
-    ) -> Explanation:
+    def explain(self, setup: Setup, scheduler: Scheduler) -> Explanation:
         """Explain the size of the recent batches."""
         learned, sizes = scheduler.service.points(), scheduler.service.steps
-        explained = explain(samples, setup, learned)
+        explained = explain(self._counters.list_samples(), setup, learned)
         return replace(explained, service_times=learned, allowed_batch_sizes=sizes)
 
     def skip(self, worker: WorkerHandle, batch: Batch) -> None:
@@ -92,7 +91,6 @@ class StreamKind(BatchKind):
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)
-        self._figures = ledger.counters.streams
         # Its steps are recorded instead.
         self.count_sent = lambda *_: None
         self.complete = lambda *_: None
@@ -114,11 +112,10 @@ class StreamKind(BatchKind):
     def make_packer(settings: Settings) -> None:
         """Make none: the cost limits the streams of a worker."""
 
-    def explain(
-        self, samples: Sequence[BatchSample], setup: Setup, scheduler: Scheduler
-    ) -> Explanation:
+    def explain(self, setup: Setup, scheduler: Scheduler) -> Explanation:
         """Explain whether streams wait for places."""
-        return explain_streams(samples, setup, self._figures.waits)
+        samples, waits = self._counters.list_samples(), self._counters.streams.waits
+        return explain_streams(samples, setup, waits)
 
     def skip(self, worker: WorkerHandle, batch: Batch) -> None:
         """Let a stream leave its worker."""

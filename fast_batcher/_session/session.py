@@ -830,8 +830,7 @@ class LocalSession(Session):
             self.scheduler.service.steps,
             self.scheduler.seconds_each,
         )
-        samples = self._ledger.counters.list_samples()
-        return self.kind.explain(samples, setup, self.scheduler)
+        return self.kind.explain(setup, self.scheduler)
 
     # Events of the pool.
 

@@ -277,9 +277,7 @@ def load_and_serve(
     stages = loaded.stages
     copies = settings.copies_outputs or stages.count > 1
     batches = BatchLoop(port, loaded.models, progress, settings.name, copies=copies)
-    loop: BatchLoop | StepLoop = batches
-    if settings.kind is ModelKind.STEPS:
-        loop = make_step_loop(port, loaded.model, progress, settings)
+    loop = make_step_loop(port, loaded.model, progress, settings) or batches
     try:
         port.report_ready(loaded.times, stages.count, read_module_files(), loaded.start)
         if stages.count > 1 and loop is batches:
@@ -293,8 +291,10 @@ def load_and_serve(
 
 def make_step_loop(
     port: WorkerPort, model: Any, progress: WorkerProgress, settings: WorkerSettings
-) -> "StepLoop":
-    """Make the loop of a `SteppedModel`."""
+) -> "StepLoop | None":
+    """Make the loop of a `SteppedModel`, None for another kind."""
+    if settings.kind is not ModelKind.STEPS:
+        return None
     # A worker that needs no steps need not import the module.
     from fast_batcher._worker.steps import StepLoop
 

@@ -5,7 +5,7 @@ from heapq import heapify, heappop, heappush
 
 import pytest
 
-from fast_batcher._core.stream_table import MOST_LENGTHS, StreamTable
+from fast_batcher._core.stream_scheduler import MOST_LENGTHS, StreamTable
 from fast_batcher._core.values import Batch, Limits, Release, Request
 
 
