@@ -1,4 +1,4 @@
-"""The prediction of the next free place of streams."""
+"""The streams of workers: the prediction of the next free place."""
 
 import random
 from heapq import heapify, heappop, heappush
@@ -123,6 +123,13 @@ def test_streams_of_one_length_get_the_places_that_are_predicted(seed: int) -> N
         assert now + found == pytest.approx(moment)
         assert found >= before
         before = found
+
+
+def test_a_stream_that_could_not_be_sent_has_no_length() -> None:
+    bench = Bench(1)
+    stream = bench.begin(0.0)
+    assert bench.table.withdraw(5.0, stream, stream.requests) != []
+    assert bench.table.pace is None
 
 
 def test_the_pace_of_a_busy_worker_is_the_median_length_by_its_places() -> None:
