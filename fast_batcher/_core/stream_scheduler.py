@@ -103,12 +103,6 @@ class StreamTable(WorkerTable):
             if len(slot.batches) >= self.places:
                 slot.batches[self.places - 1].began_at = now
 
-    def begin_step(self, now: float, worker: int) -> None:
-        """Record that a worker has sent chunks: `infer_timeout` is that of one step."""
-        slot = self.slots.get(worker)
-        if slot is not None and slot.started_at != inf:
-            slot.started_at, slot.is_stalled = now, False
-
     def resume(self, now: float, batch: Batch) -> None:
         """Record that a stream takes part in the steps again; a worker that rested begins one."""
         slot = self.slots[batch.worker]
@@ -260,7 +254,9 @@ class StreamScheduler(Scheduler):
 
         A stream that begins again keeps its cost.
         """
-        self._workers.begin_step(now, worker)
+        slot = self._workers.slots.get(worker)
+        if slot is not None and slot.started_at != inf:  # `infer_timeout` is that of one step
+            slot.started_at, slot.is_stalled = now, False
         for batch in streams:
             batch.has_stepped = True
         for batch_id, cost in costs.items():
