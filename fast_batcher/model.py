@@ -256,7 +256,7 @@ class ModelSpec:
     # The methods of the model, each with its `max_batch_size` or None for the batcher's; "infer" is
     # the first if the model has it.
     methods: tuple[tuple[str, int | None], ...] = INFER_ALONE
-    # Of a class that a text names only `STEPS` is known.
+    # Only `STEPS` is known of a class that a text names.
     kind: ModelKind = ModelKind.BATCHES
     # See `_identity`; "" if nothing asks for it.
     identity: str = ""
