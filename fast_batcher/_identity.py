@@ -29,7 +29,7 @@ from secrets import token_hex
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from fast_batcher._arrays.libraries import LIBRARIES, find_kind
+from fast_batcher._arrays.libraries import LIBRARIES, find_array_type
 from fast_batcher._file_state import read_state
 from fast_batcher.model import ModelSpec
 
@@ -189,7 +189,7 @@ def _is_builtin_function(value: Any) -> bool:
 def _read_buffer(value: Any, *, of_input: bool) -> tuple[bytes, bytes] | None:
     """Return dtype, shape and device of an array or tensor, and its bytes; None if it has none."""
     for library in LIBRARIES:
-        kind = find_kind(library)
+        kind = find_array_type(library)
         if kind is not None and isinstance(value, kind):
             return library.read(value, of_input)
     return None

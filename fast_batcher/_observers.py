@@ -175,7 +175,7 @@ def describe_answer(
         ],
         retried=sum([not request.is_settled for request in batch.requests]),
         dispatched=batch.dispatched,
-        chunks=batch.requests[0].chunk_times,
+        chunks=batch.chunk_times,
     )
 
 
@@ -249,7 +249,7 @@ class Observers:
             release=str(batch.release),
             dispatched_at=batch.sent_at,
             contexts=[request.context for request in batch.requests],
-            is_stream=batch.requests[0].chunk_times is not None,
+            is_stream=batch.chunk_times is not None,
         )
         return event
 
@@ -272,8 +272,7 @@ class Observers:
         """Tell the observers of batches that end without an answer, if they follow them."""
         for batch in batches:
             if batch.dispatched is not None:
-                chunks = batch.requests[0].chunk_times if batch.requests else None
-                self.tell(BatchLost(batch.dispatched, reason, chunks))
+                self.tell(BatchLost(batch.dispatched, reason, batch.chunk_times))
 
     def watch_collector(self) -> None:
         """Note the pauses of the garbage collector from now on."""

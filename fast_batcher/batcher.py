@@ -80,13 +80,13 @@ from fast_batcher.errors import (
 from fast_batcher.model import (
     InputT,
     Model,
+    ModelKind,
     ModelSpec,
     OutputT,
     check_model,
     concatenates,
     find_cost,
-    is_session_model,
-    is_stepped,
+    find_kind,
     list_kinds,
     name_of,
     warn_about_hooks,
@@ -345,7 +345,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         priority: int,
         share: str | int | None,
     ) -> Stream[ChunkT]:
-        if not self._model.spec.is_stepped:
+        if self._model.spec.kind is not ModelKind.STEPS:
             raise ConfigurationError(f"{self.name}: stream() needs a model that is a SteppedModel")
         session = self._find_session()
         queue = ChunkQueue(session.binding.loop)
@@ -380,7 +380,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
         model = self._model_class
         if self._settings.cache is not None or (
-            isinstance(model, type) and not is_session_model(model)
+            isinstance(model, type) and find_kind(model) is not ModelKind.SESSIONS
         ):
             raise ConfigurationError(
                 f"{self.name}: session() needs a model that is a SessionModel, and no cache"
@@ -924,7 +924,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         settings, model = self._settings, self._model_class
         most, in_threads = settings.max_frame_bytes, settings.in_process
         spec = check_model(model, args, kwargs, most, in_threads=in_threads)
-        return replace(spec, is_stepped=True) if settings.stepped else spec
+        return replace(spec, kind=ModelKind.STEPS) if settings.stepped else spec
 
     def _make_settings(self, values: dict[str, Any], general: dict[str, Any]) -> Settings:
         """Make the settings, with those options for all batchers that fit this one."""
@@ -956,7 +956,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _make_fitting(self, values: dict[str, Any]) -> Settings:
         """Make settings that fit the model, as far as its class is known."""
         settings, model = Settings(**values), self._model_class
-        if settings.stepped and isinstance(model, type) and not is_stepped(model):
+        if settings.stepped and isinstance(model, type) and find_kind(model) is not ModelKind.STEPS:
             raise ConfigurationError(
                 f"stepped=True: {model.__name__} is no SteppedModel; omit it, or derive the class "
                 "from SteppedModel"
@@ -972,7 +972,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             if isinstance(calls, SingleFlight):
                 stats = dataclasses.replace(stats, cache_lookups=len(calls.lookups))
             return stats
-        workers, places = self._settings.fewest_workers, 0 if self._model.spec.is_stepped else None
+        places = 0 if self._model.spec.kind is ModelKind.STEPS else None
+        workers = self._settings.fewest_workers
         return self._ledger.counters.snapshot(self.state, workers, (0, 0, 0), places=places)
 
     def __reduce__(self) -> NoReturn:

@@ -13,6 +13,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation, check_sizes
@@ -214,6 +215,21 @@ _SESSION_METHODS = (
     ("begin", "which makes a state", "a state"),
     ("leave", "the list of states", "nothing"),
 )
+
+
+class ModelKind(Enum):
+    """Kind of a model, by the module and the name of its base class."""
+
+    BATCHES = ("fast_batcher.model", "InferenceModel")
+    STEPS = ("fast_batcher.stepped", "SteppedModel")  # its requests are streams
+    SESSIONS = ("fast_batcher.sessions", "SessionModel")
+
+
+# The methods that the worker calls of models with states.
+_STATEFUL = {
+    ModelKind.STEPS: (*_METHODS, *_STEPPED_METHODS),
+    ModelKind.SESSIONS: _SESSION_METHODS,
+}
 # Attributes that a model with states cannot have.
 _NOT_STATEFUL = ("collation", "allowed_batch_sizes", "prepare", "finish")
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -240,8 +256,8 @@ class ModelSpec:
     # The methods of the model, each with its `max_batch_size` or None for the batcher's; "infer" is
     # the first if the model has it.
     methods: tuple[tuple[str, int | None], ...] = INFER_ALONE
-    # Whether it is a `SteppedModel`, whose requests are streams.
-    is_stepped: bool = False
+    # Only `STEPS` is known of a class that a text names.
+    kind: ModelKind = ModelKind.BATCHES
     # See `_identity`; "" if nothing asks for it.
     identity: str = ""
     # The arguments of the constructor; None if another process has given them.
@@ -292,7 +308,7 @@ def check_model(
         model=model,
         module=module,
         methods=_list_methods(model),
-        is_stepped=isinstance(model, type) and is_stepped(model),
+        kind=find_kind(model),
         arguments=(args, kwargs),
     )
 
@@ -334,16 +350,15 @@ def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> 
     return f"model_args of types ({types}) and model_kwargs of types {{{named}}}"
 
 
-def is_stepped(model: type) -> bool:
-    """Return whether a class is a `SteppedModel`; its module need not be imported for others."""
-    stepped = sys.modules.get("fast_batcher.stepped")
-    return stepped is not None and issubclass(model, stepped.SteppedModel)
+def _list_stateful(model: object) -> list[ModelKind]:
+    """Return the kinds with states that a class is; their modules need not be imported."""
+    bases = [(base.__module__, base.__name__) for base in getattr(model, "__mro__", ())]
+    return [kind for kind in _STATEFUL if kind.value in bases]
 
 
-def is_session_model(model: type) -> bool:
-    """Return whether a class is a `SessionModel`, as `is_stepped`."""
-    sessions = sys.modules.get("fast_batcher.sessions")
-    return sessions is not None and issubclass(model, sessions.SessionModel)
+def find_kind(model: object) -> ModelKind:
+    """Return the kind of a model, `BATCHES` if only the name of its class is known."""
+    return next(iter(_list_stateful(model)), ModelKind.BATCHES)
 
 
 def list_kinds(model: object, stepped: bool) -> list[str]:
@@ -351,13 +366,14 @@ def list_kinds(model: object, stepped: bool) -> list[str]:
 
     Of a class that a text names only `stepped` is known.
     """
-    if stepped or (isinstance(model, type) and is_stepped(model)):
+    kind = find_kind(model)
+    if stepped or kind is ModelKind.STEPS:
         return ["a SteppedModel", "a model without sessions", "a model without stages"]
     if not isinstance(model, type):
         return []
     has_stages = any(getattr(model, name, None) is not None for name in ("prepare", "finish"))
     return [
-        "a SessionModel" if is_session_model(model) else "a model without sessions",
+        "a SessionModel" if kind is ModelKind.SESSIONS else "a model without sessions",
         *([] if has_stages else ["a model without stages"]),
     ]
 
@@ -379,11 +395,10 @@ def find_model_fault(model: type) -> str | None:
         if name in _RESERVED or name[0] == "_":
             reason = "it begins with an underscore" if name[0] == "_" else "the library has its own"
             return f"{name} cannot be the name of a batchable method: {reason}; rename it"
-    called = (*_METHODS, *((name, *_BATCH) for name in marked))
-    if is_stepped(model) or is_session_model(model):
-        called = (*_METHODS, *_STEPPED_METHODS) if is_stepped(model) else _SESSION_METHODS
-        if (fault := _find_stateful_fault(model, marked)) is not None:
-            return fault
+    if (fault := _find_stateful_fault(model, marked)) is not None:
+        return fault
+    called = _STATEFUL.get(find_kind(model), _METHODS)
+    called = (*called, *((name, *_BATCH) for name in marked))
     faults = (_find_method_fault(model, *method) for method in called)
     return next((fault for fault in faults if fault is not None), None)
 
@@ -397,11 +412,11 @@ def _suggest_infer(model: type) -> str:
 
 def _find_stateful_fault(model: type, marked: list[str]) -> str | None:
     """Describe the parts that a model with states cannot have, None without any."""
-    if is_stepped(model) and is_session_model(model):
+    kinds = _list_stateful(model)
+    if len(kinds) > 1:
         return "it is both a SteppedModel and a SessionModel; derive it from one of them"
     others = [*marked, *(name for name in _NOT_STATEFUL if getattr(model, name, None))]
-    kind = "SteppedModel" if is_stepped(model) else "SessionModel"
-    return f"a {kind} cannot have {', '.join(others)}" if others else None
+    return f"a {kinds[0].value[1]} cannot have {', '.join(others)}" if kinds and others else None
 
 
 def _find_collation_fault(collation: object, model: type) -> str | None:
@@ -495,7 +510,7 @@ def _find_method_fault(model: type, name: str, taken: str, returned: str) -> str
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C: the first batch shows whether it fits
         return None
-    count = {"infer": 2, "begin": 0}.get(name, 1) if is_session_model(model) else 1
+    count = {"infer": 2, "begin": 0}.get(name, 1) if find_kind(model) is ModelKind.SESSIONS else 1
     is_static = isinstance(inspect.getattr_static(model, name), staticmethod | classmethod)
     try:
         signature.bind(*([] if is_static else [None]), *[()] * count)

@@ -401,11 +401,9 @@ class _KitParts(Parts):
     def __init__(self, kit: BatcherKit) -> None:
         self.kit = kit
 
-    def make_policy(
-        self, settings: Settings, report: Callable[[BaseException], None], *, is_stepped: bool
-    ) -> Policy:
+    def make_policy(self, settings: Settings, report: Callable[[BaseException], None]) -> Policy:
         """Make a policy that holds batches for a test."""
-        return _HoldingPolicy(self, super().make_policy(settings, report, is_stepped=is_stepped))
+        return _HoldingPolicy(self, super().make_policy(settings, report))
 
     def make_worker(self, settings: Settings, sender: BatchSender, *arguments: Any) -> WorkerHandle:
         """Make a thread, unless the kit has processes."""
@@ -455,10 +453,8 @@ class _KitSession(LocalSession):
         super().reconfigure(self._kit_parts.kit._change(settings))  # noqa: SLF001  of this module
 
     def _send(self, batch: Batch) -> None:
-        group = batch.requests[0].group
-        method = "infer" if group is None or group.method is None else group.method.name
         inputs = [request.value for request in batch.requests]
-        formed = FormedBatch(self._name, inputs, method, str(batch.release))
+        formed = FormedBatch(self._name, inputs, batch.method.name, str(batch.release))
         self._kit_parts.kit.batches.append(formed)
         super()._send(batch)
 

@@ -57,7 +57,7 @@ LIBRARIES = (
 )
 
 
-def find_kind(library: Library) -> Any:
+def find_array_type(library: Library) -> Any:
     """Return the class of the arrays of a library, None while it is not loaded."""
     # Another thread may be importing it.
     return getattr(sys.modules.get(library.module), library.kind, None)

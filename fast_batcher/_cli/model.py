@@ -25,12 +25,12 @@ from fast_batcher._core.service_model import ServiceModel, Shape, ShapeModel
 from fast_batcher._core.values import Request
 from fast_batcher._independence import AT_RANDOM, find_dependence
 from fast_batcher._process import read_rss
+from fast_batcher._session.kinds import BatchKind
 from fast_batcher._session.outcomes import CostEvaluator
-from fast_batcher._session.session import make_packer
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.configuration import find_similar
 from fast_batcher.errors import BatcherError
-from fast_batcher.model import InferenceModel, Model
+from fast_batcher.model import InferenceModel, Model, ModelKind
 from fast_batcher.observing import BatchAnswered, Observer, WorkerChanged
 from fast_batcher.settings import OPTIONS, RemoteWorkers, Settings, Use
 
@@ -171,7 +171,7 @@ def copy_batcher(
 
 def is_streaming(batcher: DynBatcher[Any, Any]) -> bool:
     """Return whether the requests of a batcher are streams."""
-    return batcher._model.spec.is_stepped  # noqa: SLF001
+    return batcher._model.spec.kind is ModelKind.STEPS  # noqa: SLF001
 
 
 def select_inputs(batcher: DynBatcher[Any, Any], inputs: list[Any]) -> list[Any]:
@@ -277,7 +277,7 @@ async def examine_model(
             sample = Sample(original, inputs)
             measured = await measure(batcher, sample, note)
             times = [(size, measured.seconds_of(size)) for size in measured.seconds]
-            yield _judge_times(times, is_streaming(original), measured.contradiction)
+            yield _judge_times(original, times, measured.contradiction)
             if measured.fails_from is not None:
                 text = f"batches of {measured.fails_from} fail, and are computed in parts"
                 yield Check("batches", "warning", text, "lower max_batch_size; the log says why")
@@ -286,7 +286,7 @@ async def examine_model(
         else:
             learned = batcher.explain().service_times
             times = [(round(size), seconds) for size, seconds, _ in learned]
-            yield _judge_times(times, is_streaming(original))
+            yield _judge_times(original, times)
     except BatcherError as error:
         yield Check("batches", "bad", _first_line(error), find_remedy(error))
     finally:
@@ -313,7 +313,7 @@ class Sample:
         settings = batcher._settings  # noqa: SLF001
         self.inputs = select_inputs(batcher, inputs)
         # It has learned nothing yet, so that its batches are as large as they may be.
-        self.packer = None if is_streaming(batcher) else make_packer(settings)
+        self.packer = None if is_streaming(batcher) else BatchKind.make_packer(settings)
         self._random, requests = Random(SEED), [Request(value, None) for value in self.inputs]
         evaluator = CostEvaluator(Settings(cost=settings.cost), batcher.name)
         for request in requests if self.packer is not None else ():
@@ -587,18 +587,18 @@ async def _check_independence(batcher: DynBatcher[Any, Any], inputs: list[Any]) 
     return Check(name, "good", "outputs do not depend on the other inputs of their batch")
 
 
+# What is timed; its unit; a cause and a remedy if nothing was timed: a warm-up times batches alone.
+_BATCHES = ("batches", "requests", ": the model has no warmup_inputs", ", or write warmup_inputs")
+_STEPS = ("steps", "chunks", "", "")
+
+
 def _judge_times(
-    timed: list[tuple[int, float]], is_stepped: bool, contradiction: str = ""
+    batcher: DynBatcher[Any, Any], timed: list[tuple[int, float]], contradiction: str = ""
 ) -> Check:
-    name, unit = ("steps", "chunks") if is_stepped else ("batches", "requests")
+    name, unit, cause, remedy = _STEPS if is_streaming(batcher) else _BATCHES
     if not timed:
-        return Check(
-            name,
-            "warning",
-            "nothing was timed" + ": the model has no warmup_inputs" * (not is_stepped),
-            "give --inputs FILE with inputs as JSON"
-            + ", or write warmup_inputs" * (not is_stepped),
-        )
+        remedy = f"give --inputs FILE with inputs as JSON{remedy}"
+        return Check(name, "warning", f"nothing was timed{cause}", remedy)
     text = ", ".join(f"t({size}) = {1e3 * seconds:.3g} ms" for size, seconds in timed)
     if contradiction:
         return Check(name, "warning", f"{text}: {CONTRADICTS.format(contradiction)}", AGAIN)

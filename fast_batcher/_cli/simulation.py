@@ -24,7 +24,7 @@ from fast_batcher._core.values import (
     Skip,
     settle_open,
 )
-from fast_batcher._session.session import make_scheduler
+from fast_batcher._session.kinds import BatchKind
 from fast_batcher.settings import Settings
 
 # Returns the seconds of a batch that begins at this moment, by the numbers of its requests.
@@ -87,7 +87,7 @@ def open_scheduler(
     settings = Settings(max_batch_size=max_batch_size, num_workers=num_workers, **options)
     policy = make_policy(settings.policy, settings.max_delay)
     methods = [Method("infer", None, max_batch_size)]
-    scheduler = make_scheduler(settings, methods, policy, is_stepped=False)
+    scheduler = BatchKind.make_scheduler(settings, methods, policy)
     for worker in range(num_workers):
         scheduler.worker_ready(0.0, worker, allowed={"infer": allowed})
     return scheduler

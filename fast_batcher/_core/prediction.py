@@ -129,8 +129,9 @@ class Methods:
         # The method of requests that name none.
         self.first = methods[0]
 
-    def of(self, group: Group | None) -> Method:
-        """Return the method of a group."""
+    def of(self, requests: Sequence[Request]) -> Method:
+        """Return the method of requests that may share a batch."""
+        group = requests[0].group
         return self.first if group is None or group.method is None else group.method
 
     @property
@@ -208,12 +209,12 @@ class BatchTimes:
         if self._packer is None:
             return _make_shape(len(requests), 1.0)
         costs = [request.cost for request in requests]
-        service = self._methods.of(requests[0].group).service
+        service = self._methods.of(requests).service
         return Shape(service.fill(len(costs)), max(costs), sum(costs))
 
     def seconds_of(self, requests: list[Request]) -> float:
         """Predict the seconds of a batch of these requests; only if `is_known`."""
-        service = self._methods.of(requests[0].group).service
+        service = self._methods.of(requests).service
         if self._packer is None and service.is_known:
             return service.high(len(requests))
         return self.by_shape.high(self._shape_of(requests))

@@ -28,8 +28,7 @@ from fast_batcher._core.prediction import (
     Methods,
 )
 from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
-from fast_batcher._core.sessions import SessionQueue, Slots
-from fast_batcher._core.stream_times import StreamTimes
+from fast_batcher._core.sessions import SessionQueue
 from fast_batcher._core.values import (
     COPYING_OUT,
     QUEUED,
@@ -57,7 +56,7 @@ from fast_batcher._core.values import (
     settle_open,
     target_of,
 )
-from fast_batcher._core.workers import WorkerSlot, WorkerTable
+from fast_batcher._core.workers import Slots, WorkerSlot, WorkerTable
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 
 # A request fails after this many workers died while computing it: it is tried again once.
@@ -157,7 +156,7 @@ class Retries:
         while self.groups:
             group = self.groups.popleft()
             requests = [request for request in group.requests if not request.is_settled]
-            count = methods.of(group.requests[0].group).size_cap.size
+            count = methods.of(group.requests).size_cap.size
             if len(requests) > count:
                 self.groups.appendleft(group._replace(requests=requests[count:]))
             if requests:
@@ -198,9 +197,7 @@ class Admission:
         workers: WorkerTable,
         retries: Retries,
         measure_size: Callable[[Any], int] | None,
-        stream_times: StreamTimes,
     ) -> None:
-        self._stream_times = stream_times
         self._times = times
         self._workers = workers
         self._retries = retries
@@ -335,18 +332,16 @@ class Admission:
         """Describe why arrivals are rejected that find no room."""
         # Predictions are needed from now on: errors carry `retry_after`.
         self._times.is_wanted = True
-        if self._limits.is_stepped:
-            drained = self._stream_times.predict(now)(0) or None
-        else:
-            drained = self._times.seconds_until_drained(self.backlog(now, queue))
-        return Rejection(QueueFullError, text, drained)
+        return Rejection(QueueFullError, text, self._seconds_until_room(now, queue))
+
+    def _seconds_until_room(self, now: float, queue: Queue | SessionQueue) -> float | None:
+        """Predict the seconds until a retry makes sense."""
+        return self._times.seconds_until_drained(self.backlog(now, queue))
 
     def _reject_late(
         self, now: float, requests: list[Request], queue: RankedQueue | SessionQueue
     ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Set the targets of arrivals, and reject the arrivals that would miss theirs."""
-        if self._limits.is_stepped:
-            return self._reject_without_place(now, requests, queue)
         if not self._set_targets(now, requests):
             return requests, []
         self._times.is_wanted = True
@@ -377,29 +372,7 @@ class Admission:
                 accepted_of[request.share] += 1
             else:
                 ahead = backlog.requests + len(accepted)
-                rejected.append((request, _rejection_of_late_arrival(ahead, seconds, left)))
-        return accepted, rejected
-
-    def _reject_without_place(
-        self, now: float, requests: list[Request], queue: RankedQueue | SessionQueue
-    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
-        """Reject the streams that would have no place within `max_latency`."""
-        accepted: list[Request] = []
-        rejected: list[tuple[Request, Rejection]] = []
-        if self._max_latency == inf:
-            return requests, rejected
-        predict = self._stream_times.predict(now)
-        accepted_of: Counter[Share] = Counter()
-        for request in requests:
-            priority, share = request.priority, request.share
-            ahead = queue.ahead_of(priority, share).requests + accepted_of[share]
-            seconds = predict(ahead)
-            if seconds <= self._max_latency:
-                accepted.append(request)
-                accepted_of[share] += 1
-            else:
-                late = _rejection_of_late_arrival(ahead, seconds, self._max_latency, "first chunk")
-                rejected.append((request, late))
+                rejected.append((request, reject_late_arrival(ahead, seconds, left)))
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
@@ -422,9 +395,8 @@ class Admission:
         )
 
 
-def _rejection_of_late_arrival(
-    ahead: int, seconds: float, left: float, what: str = "answer"
-) -> Rejection:
+def reject_late_arrival(ahead: int, seconds: float, left: float, what: str = "answer") -> Rejection:
+    """Describe why an arrival is rejected that would be late."""
     return Rejection(
         DeadlineExceededError,
         f"the {what} would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are left; "
@@ -477,7 +449,7 @@ class DeadlineBatches:
         start = now + self._times.seconds_until_free(now, slot, self._times.by_shape.median)
         requests, is_smaller = self._choose(start, queue)
         is_other = is_smaller or bool(self.dropped)
-        full = self._methods.of(requests[0].group).size_cap.size
+        full = self._methods.of(requests).size_cap.size
         if is_other and slot.batches and len(requests) < full:
             # A second batch is full, or waits in the queue for what arrives.
             slot.is_second_late = True
@@ -564,6 +536,10 @@ def _are_fixed(requests: list[Request], deadline: float) -> bool:
 class Scheduler:
     """The queue, the workers and the batches of one batcher."""
 
+    # The parts that depend on the kind of the model.
+    _make_workers: type[WorkerTable] = WorkerTable
+    _make_admission: type[Admission] = Admission
+
     def __init__(
         self,
         policy: Policy,
@@ -577,7 +553,6 @@ class Scheduler:
         self._policy = policy
         self._counts_bytes = limits.max_queue_bytes is not None
         self._timeout = or_infinite(limits.timeout)
-        self._is_stepped = limits.is_stepped
         self._packer = packer
         ranks = (packer, limits.max_latency, limits.max_queue_bytes)
         methods = methods or [Method("infer", None, limits.max_batch_size)]
@@ -589,15 +564,13 @@ class Scheduler:
         # The queue, once there are sessions.
         self._sessions: SessionQueue | None = None
         self._max_sessions = limits.max_sessions
-        self._places, self._most_cost = limits.places, limits.most_stream_cost
-        self._workers = WorkerTable(limits)
+        self._workers = self._make_workers(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
         self._times = BatchTimes(self._methods, packer)
         # The seconds of batches by their size, as far as they were learned.
         self.service = self._times.by_size
-        self._stream_times = StreamTimes(self._workers, limits.places)
-        parts = self._times, self._workers, self._retries, measure_size, self._stream_times
-        self._admission = Admission(limits, *parts)
+        parts = self._times, self._workers, self._retries, measure_size
+        self._admission = self._make_admission(limits, *parts)
         self._deadline_batches = DeadlineBatches(self._times, self._methods)
         self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_request_id = self._next_batch_id = 0
@@ -635,10 +608,6 @@ class Scheduler:
         """Workers without a batch, retired ones included."""
         return [slot.id for slot in self._workers.slots.values() if not slot.batches]
 
-    def count_live(self, places: int) -> int:
-        """Return the number of streams that have a place, with `places` in each worker."""
-        return sum([min(len(slot.batches), places) for slot in self._workers.slots.values()])
-
     def list_batches(self) -> list[Batch]:
         """Return the batches on workers and the batches that are being copied out."""
         return [*self._workers.all_batches()]
@@ -661,9 +630,9 @@ class Scheduler:
         return [*self._workers.slots[worker].batches]
 
     @property
-    def padding(self) -> float:
-        """Share of the computed elements or cost that was padding or filling, 0 to 1."""
-        return self._times.padding
+    def figures(self) -> dict[str, Any]:
+        """Fields of `BatcherStats` that depend on the kind of the model."""
+        return {"padding": self._times.padding, "sessions": self.session_count}
 
     def count_elements(self, own: int, computed: int) -> None:
         """Count the elements of a batch's inputs, and those of the batch."""
@@ -684,14 +653,13 @@ class Scheduler:
         return any(method.size_cap.is_watching for method in self._methods.all)
 
     def seconds_of_backlog(self, now: float) -> float | None:
-        """Predict the seconds in which the ready workers answer everything; None if unknown.
-
-        For a model that answers in steps: the seconds until the next stream has a place.
-        """
-        if self._is_stepped:
-            return self._stream_times.predict(now)(self._queue.size)
+        """Predict the seconds in which the ready workers answer everything; None if unknown."""
         slots = [slot for slot in self._workers.assignable if not slot.is_stalled]
         return self._times.seconds_of_backlog(now, slots, self._queue.size, self._queue.cost)
+
+    def seconds_behind(self, now: float) -> float | None:
+        """Predict the seconds of work that more workers would share; None if unknown."""
+        return self.seconds_of_backlog(now)
 
     def seconds_each(self, size: int) -> float | None:
         """Predicted seconds per request in full batches of this size; None without costs."""
@@ -700,7 +668,7 @@ class Scheduler:
     @property
     def full_batch(self) -> tuple[float, int] | None:
         """Predicted seconds of a full batch, and its size; None if unknown."""
-        return self._stream_times.pace if self._is_stepped else self._times.full_batch
+        return self._times.full_batch
 
     def learn_times(self) -> None:
         """Learn the times of batches from now on, whatever the policy and the limits need."""
@@ -833,13 +801,8 @@ class Scheduler:
 
     @property
     def needed_workers(self) -> int:
-        """Workers that have places for the live streams or sessions, and for one more."""
-        shares = [self.session_count / self._max_sessions]
-        if self._is_stepped:
-            batches, slots = self._workers.batches, self._workers.slots.values()
-            cost = sum([self._workers.sum_costs(slot) for slot in slots])
-            shares += [len(batches) / self._places, cost / self._most_cost]
-        return int(max(shares)) + 1
+        """Workers that have places for the live sessions, and for one more."""
+        return self.session_count // self._max_sessions + 1
 
     def _count_live(self, slot: WorkerSlot) -> int:
         """Return the batches and the live sessions of a worker."""
@@ -897,7 +860,12 @@ class Scheduler:
         `allowed` are the allowed batch sizes of the model's methods, by name.
         """
         self._workers.add(worker, index, stages)
-        if self._times.use_steps(allowed or {}):
+        self._learn_warm_up(times, allowed or {})
+
+    def _learn_warm_up(
+        self, times: Iterable[tuple[float, float]], allowed: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        if self._times.use_steps(allowed):
             self.rank_requests()
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self._queue))
@@ -946,12 +914,8 @@ class Scheduler:
         slot = self._workers.slots[worker]
         is_usual = slot.has_answered and batch.release is not RELEASE_RETRY
         seconds = now - slot.started_at if is_usual else None
-        if self._is_stepped:
-            self._stream_times.stream_leaves(now, slot, batch)
-        else:
-            batch.began_at = slot.started_at
         self._workers.take_back(now, batch)
-        if not (has_raised or self._is_stepped):
+        if not has_raised:
             try:
                 self._learn(now, batch, seconds)
             except Exception as error:  # noqa: BLE001  the batch was answered in any case
@@ -988,14 +952,6 @@ class Scheduler:
             self._next_expiry = min(self._next_expiry, batch.deadline)
         return failed
 
-    def stream_evicted(self, batch: Batch) -> list[Request]:
-        """Let a stream begin again that has made room for others; return it if it fails instead.
-
-        Called after `batch_done`. The shell settles the returned request.
-        """
-        self._next_expiry = min(self._next_expiry, batch.deadline)
-        return self._retries.after_eviction(batch)
-
     def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> list[Request]:
         """Remove requests that could not be sent from a batch; return the settled ones.
 
@@ -1020,31 +976,6 @@ class Scheduler:
     def end_copy_out(self, batch: Batch) -> bool:
         """Record that a batch's output has been copied out; return False after `close`."""
         return self._workers.copying_out.pop(batch.id, None) is not None
-
-    # Streams.
-
-    def stepped(
-        self, now: float, worker: int, streams: list[Batch], costs: Mapping[int, float]
-    ) -> None:
-        """Record that a worker has sent chunks of streams, and their new costs by batch id.
-
-        A stream that begins again keeps its cost.
-        """
-        self._workers.begin_step(now, worker)
-        for batch in streams:
-            batch.has_stepped = True
-        for batch_id, cost in costs.items():
-            if (found := self._workers.find(worker, batch_id)) is not None:
-                found.requests[0].cost = cost
-
-    def pause(self, batch: Batch) -> None:
-        """Record that a stream is left out of the steps, because its caller does not read."""
-        batch.is_paused = True
-        self._workers.slots[batch.worker].paused += 1
-
-    def resume(self, now: float, batch: Batch) -> None:
-        """Record that a stream takes part in the steps again."""
-        self._workers.resume(now, batch)
 
     # Ends.
 
@@ -1151,9 +1082,7 @@ class Scheduler:
     def _dispatch(self, now: float, queue: Queue, slots: Slots, actions: list[Action]) -> float:
         """Dispatch batches of a queue; return the end of a hold, infinite without a hold."""
         while queue.size:
-            if self._is_stepped:
-                slots = self._workers.list_places(queue.choose(1)[0].cost)
-            slot = self._workers.least_loaded(inf, slots)
+            slot = self._workers.least_loaded(inf, slots, queue)
             if slot is None:
                 break
             is_full = queue.is_full(queue.next_method.size_cap.size)
@@ -1238,7 +1167,7 @@ class Scheduler:
         if isinstance(self._queue, RequestQueue):
             deadline, method = requests[0].deadline, self._methods.first
         else:
-            deadline, method = min(map(_deadline, requests)), self._methods.of(requests[0].group)
+            deadline, method = min(map(_deadline, requests)), self._methods.of(requests)
         batch = Batch(batch_id, slot.id, requests, release, deadline, len(requests), now)
         self._next_batch_id += 1
         batch.left_waiting, batch.worker_index, batch.method = left_waiting, slot.index, method

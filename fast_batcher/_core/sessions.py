@@ -22,14 +22,11 @@ from fast_batcher._core.values import (
     Share,
     settle_open,
 )
-from fast_batcher._core.workers import WorkerSlot, WorkerTable
+from fast_batcher._core.workers import Slots, WorkerSlot, WorkerTable
 from fast_batcher.errors import BatcherClosedError, QueueFullError, SessionLostError
 
 # Sessions whose lengths are kept: enough for a mean, as many as of streams.
 MOST_LENGTHS: Final = 128
-
-# The workers of a queue, None for all.
-Slots = list[WorkerSlot] | None
 
 
 def _age_of(queue: tuple[RankedQueue, Slots]) -> int:

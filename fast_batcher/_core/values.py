@@ -103,9 +103,7 @@ class Limits:
     # Most batches of a worker with one stage: one that runs, and above 1 full ones that wait behind
     # it. See `most_batches`.
     batches_per_worker: int = BATCHES_PER_WORKER
-    # Whether the model answers in steps: a worker then computes all of its batches, each of which
-    # is one stream, at the same time. Most streams that run, and most that they cost together.
-    is_stepped: bool = False
+    # Most streams that a worker runs, and most that they cost together: see `StreamTable`.
     places: int = 1
     most_stream_cost: float = inf
     # Most sessions of a worker.
@@ -117,7 +115,7 @@ def most_streams(size: int) -> int:
 
     The others wait there for the next place, which would be empty while the next stream travels.
     Source: with streams of 20 steps and 32 places, 3 % of the places are empty without them. Of
-    several workers none gets more than it can begin: see `WorkerTable.list_places`.
+    several workers none gets more than it can begin: see `StreamTable`.
     """
     return size + -(-size // 8)
 
@@ -321,8 +319,7 @@ class Request:
     chunks: Any = None
     # The session of its caller, None for most callers.
     session: SessionPlace | None = None
-    # The `ChunkTimes` of a stream, from its dispatch. The shell sets it, and the core never reads
-    # it.
+    # The `ChunkTimes` of a stream, from its dispatch. The core never reads it.
     chunk_times: Any = None
 
     def __init__(self, value: Any, caller: Any) -> None:
@@ -429,9 +426,24 @@ class Batch:
     is_paused: bool = False
 
     @property
+    def call(self) -> Request:
+        """The one request of a stream, or of a batch that is tried again alone."""
+        return self.requests[0]
+
+    @property
+    def chunk_times(self) -> Any:
+        """The `ChunkTimes` of a stream, None for another batch."""
+        return self.call.chunk_times if self.requests else None
+
+    @property
+    def joined_at(self) -> float:
+        """The moment at which a stream has got a place in its worker."""
+        return self.began_at or self.sent_at
+
+    @property
     def is_on_trial(self) -> bool:
         """Whether it is a stream that may be what another worker has died of."""
-        return self.requests[0].deaths > 0 and not self.has_stepped
+        return self.call.deaths > 0 and not self.has_stepped
 
     def make_note(self) -> BatchNote:
         """Return what its worker gets beside the inputs."""

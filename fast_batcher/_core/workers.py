@@ -4,10 +4,11 @@ Part of the scheduler. Decides which worker gets the next batch, and when a runn
 or a worker counts as stalled; worker processes are handled in `_parent/`.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from fast_batcher._core.queue import Queue
 from fast_batcher._core.values import (
     SENT,
     Action,
@@ -24,7 +25,6 @@ from fast_batcher._core.values import (
     or_infinite,
     settle_open,
 )
-from fast_batcher.errors import DeadlineExceededError
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,11 @@ class WorkerSlot:
         and the request would be given up: see docs/decisions/0010.
         """
         is_busy = self.has_stages and bool(self.batches)
-        return is_busy and self.batches[0].requests[0].losses > 0
+        return is_busy and self.batches[0].call.losses > 0
+
+
+# The workers of a queue, None for all.
+Slots = list[WorkerSlot] | None
 
 
 class WorkerTable:
@@ -76,9 +80,6 @@ class WorkerTable:
         self._timeout = or_infinite(limits.timeout)
         self._infer_timeout = or_infinite(limits.infer_timeout)
         self._batches_per_worker = limits.batches_per_worker
-        self._is_stepped = limits.is_stepped
-        self._places, self._most_cost = limits.places, limits.most_stream_cost
-        self._sends_ahead = limits.batches_per_worker > limits.places
         # Workers, by their number.
         self.slots: dict[int, WorkerSlot] = {}
         # Batches on workers, by id.
@@ -120,13 +121,10 @@ class WorkerTable:
         )
 
     def retire(self, worker: int, ends_at: float = inf) -> None:
-        """Give a worker no more batches; it finishes its own, and its streams until a moment."""
+        """Give a worker no more batches; it finishes its own."""
         slot = self.slots.get(worker)
         if slot is not None:
             slot.is_retired = True
-            if self._is_stepped:
-                slot.ends_at = ends_at
-                self.next_expiry = min(self.next_expiry, ends_at)
 
     def remove(self, worker: int) -> list[Batch]:
         """Remove a worker and return its batches, oldest first."""
@@ -151,9 +149,12 @@ class WorkerTable:
         return batch if batch is not None and batch.worker == worker else None
 
     def least_loaded(
-        self, below: float = inf, slots: Iterable[WorkerSlot] | None = None
+        self, below: float = inf, slots: Slots = None, queue: Queue | None = None
     ) -> WorkerSlot | None:
-        """Return the available worker with the fewest batches, below `below`, or None."""
+        """Return the available worker for the next batch of a queue, or None.
+
+        It is the one with the fewest batches, below `below`.
+        """
         found = None
         for slot in self.slots.values() if slots is None else slots:
             count = len(slot.batches)
@@ -164,41 +165,9 @@ class WorkerTable:
                 found, below = slot, count
         return found
 
-    def list_places(self, cost: float) -> list[WorkerSlot]:
-        """Return the workers that can begin a stream of this cost.
-
-        Without other workers a stream may also be sent ahead, and wait in the worker. Beside others
-        it waits in the queue, for the worker that has room first.
-        """
-        if self._sends_ahead and len(self.assignable) == 1:
-            return [slot for slot in self.assignable if not self.is_full(slot)]
-        return [
-            slot
-            for slot in self.assignable
-            if len(slot.batches) < self._places
-            and (not slot.batches or self.sum_costs(slot) + cost <= self._most_cost)
-        ]
-
-    def sum_costs(self, slot: WorkerSlot) -> float:
-        """Return the cost of a worker's streams together."""
-        return sum([batch.requests[0].cost for batch in slot.batches])
-
-    def is_full(self, slot: WorkerSlot) -> bool:
-        """Return whether the streams of a worker cost the most; the youngest may wait there."""
-        return self.sum_costs(slot) >= self._most_cost
-
     def find_for_retry(self, cost: float) -> WorkerSlot | None:
-        """Return the worker for a batch that is tried again, or None: an idle one.
-
-        A stream runs beside others. Of the streams with which a worker has died, one at a time is
-        on trial, until its first chunk: if its worker dies, too, the others are not suspected.
-        """
-        if not self._is_stepped:
-            return self.least_loaded(1)
-        slot = self.least_loaded(inf, self.list_places(cost))
-        if slot is None or any(batch.is_on_trial for batch in slot.batches):
-            return None
-        return slot
+        """Return the worker for a batch that is tried again, or None: an idle one."""
+        return self.least_loaded(1)
 
     def give(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
         """Add a batch behind the other batches of a worker."""
@@ -212,6 +181,7 @@ class WorkerTable:
         """Remove a batch from its worker: it was answered, or could not be sent."""
         del self.batches[batch.id]
         slot = self.slots[batch.worker]
+        batch.began_at = slot.started_at
         was_first = slot.batches[0] is batch
         slot.batches.remove(batch)
         slot.paused -= batch.is_paused
@@ -255,30 +225,19 @@ class WorkerTable:
         slot = self.slots.get(batch.worker)
         if batch.open_count or slot is None or batch.id not in self.batches:
             return
-        is_first = batch is slot.batches[0]
-        if is_first:
+        if batch is slot.batches[0]:
             self.next_expiry = min(self.next_expiry, slot.started_at + self._timeout)
-        if not is_first or self._is_stepped:
+        if self._can_leave(slot, batch):
             self.deserted.append(batch)
+
+    def _can_leave(self, slot: WorkerSlot, batch: Batch) -> bool:
+        """Return whether the worker may omit a batch: it need not begin with it."""
+        return batch is not slot.batches[0]
 
     def take_deserted(self) -> list[Skip]:
         """Return actions for the batches behind others that have become without callers."""
         deserted, self.deserted = self.deserted, []
         return [Skip(batch) for batch in deserted if batch.id in self.batches]
-
-    def begin_step(self, now: float, worker: int) -> None:
-        """Record that a worker has sent chunks: `infer_timeout` is that of one step."""
-        slot = self.slots.get(worker)
-        if slot is not None and slot.started_at != inf:
-            slot.started_at, slot.is_stalled = now, False
-
-    def resume(self, now: float, batch: Batch) -> None:
-        """Record that a stream takes part in the steps again; a worker that rested begins one."""
-        slot = self.slots[batch.worker]
-        if len(slot.batches) == slot.paused:
-            self._begin_first(now, slot)
-        batch.is_paused = False
-        slot.paused -= 1
 
     def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
         """Restart the time of a worker's first batch, because the frame is only now being written.
@@ -320,19 +279,7 @@ class WorkerTable:
         return late
 
     def _find_cause(self, slot: WorkerSlot, batch: Batch) -> Rejection | None:
-        """Describe why a stream is late that the costs of others hold back; None for others."""
-        cost = self.sum_costs(slot) if self._most_cost < inf else 0.0
-        if cost <= self._most_cost or batch.is_paused or len(slot.batches) == 1:
-            return None
-        (request,) = batch.requests
-        if slot.started_at <= request.deadline - (request.timeout or self._timeout):
-            return None  # no step has passed it over: the model is slow
-        return Rejection(
-            DeadlineExceededError,
-            f"no chunk came in time, because the stream waited for others to end: the streams of "
-            f"its worker cost {cost:g}, and max_batch_cost={self._most_cost:g}; raise it, or lower "
-            "max_batch_size",
-        )
+        """Return None: a late batch has no further cause."""
 
     def _expire_running(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
         """Replace a worker whose first batch has run for `infer_timeout`.
@@ -342,7 +289,7 @@ class WorkerTable:
         if len(slot.batches) > slot.paused and slot.started_at + self._infer_timeout <= now:
             late = slot.batches[0].settle_open()
             for batch in slot.batches:
-                if batch.requests[0].has_chunks:
+                if batch.call.has_chunks:
                     late += batch.settle_open()
             actions += [Expire(request, ExpiryReason.INFER_TIMEOUT) for request in late]
             actions.append(Replace(slot.id))

@@ -82,7 +82,7 @@ from fast_batcher.errors import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher.model import ModelSpec
+from fast_batcher.model import ModelKind, ModelSpec
 from fast_batcher.observing import BatchAnswered, BatchDispatched, BatchLost, ReporterChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
@@ -371,7 +371,7 @@ class RemoteSession(Session):
     def _send_frame(self, requests: list[Request], inputs: bytes | list[bytes | Row]) -> None:
         for request in requests:
             request.phase = SENT
-            if self._model.spec.is_stepped:
+            if self._model.spec.kind is ModelKind.STEPS:
                 request.chunks = []
                 if isinstance(request.caller, ChunkQueue):
                     request.caller.tell_read = functools.partial(self._note_read, request.id)

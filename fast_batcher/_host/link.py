@@ -97,7 +97,7 @@ def make_hello(
         model_name=model_spec.name,
         generation=make_generation(generation, model_spec),
         methods=model_spec.methods,
-        is_stepped=model_spec.is_stepped,
+        kind=model_spec.kind,
         sys_path=list(sys.path),
         root_level=logging.getLogger().level,
         library_level=logging.getLogger("fast_batcher").getEffectiveLevel(),

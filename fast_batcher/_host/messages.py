@@ -40,6 +40,7 @@ from fast_batcher._host.identity import ProcessIdentity
 from fast_batcher._session.life import Changes
 from fast_batcher._transport.channels import Frame, Kind, pack_frame
 from fast_batcher._transport.pickling import dumps, loads
+from fast_batcher.model import ModelKind
 from fast_batcher.observing import (
     BatchAnswered,
     BatchDispatched,
@@ -95,7 +96,7 @@ class Hello(NamedTuple):
     generation: Generation
     # The methods, as in `ModelSpec`.
     methods: tuple[tuple[str, int | None], ...]
-    is_stepped: bool
+    kind: ModelKind
     sys_path: list[str]
     # Levels of the root logger and of the library's, and `logging.captureWarnings`.
     root_level: int

@@ -333,7 +333,7 @@ class HostSession(LocalSession):
             model,
             methods=hello.methods,
             identity=identity,
-            is_stepped=hello.is_stepped,
+            kind=hello.kind,
         )
         self.live = LiveSettings(settings, hello.changes)
         parts = self._host_parts = HostParts(range_size)

@@ -263,7 +263,7 @@ class Tenant:
             else [self._unpack(*pair) for pair in zip(ids, inputs, strict=True)]
         )
         self._received += len(ids)
-        make_caller = SteppedCaller if session.is_stepped else HostCaller
+        make_caller = SteppedCaller if session.kind.gives_chunks else HostCaller
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, make_caller(self, request_id))
             if position in options:

@@ -48,6 +48,7 @@ from fast_batcher.errors import (
     TransportError,
     UnsendableValueError,
 )
+from fast_batcher.model import ModelKind
 from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
@@ -428,7 +429,8 @@ class FrameWorker(WorkerHandle):
         # Outcomes from PART frames, until the last frame of their batch: a worker
         # answers one batch at a time.
         self._fragments: list[Any] = []
-        self._has_costs = self.model_spec.is_stepped and self._settings.max_batch_cost is not None
+        self._has_steps = self.model_spec.kind is ModelKind.STEPS
+        self._has_costs = self._has_steps and self._settings.max_batch_cost is not None
 
     # Frames to the worker, as in `LoopChannel`; frames to a dead worker are dropped.
 

@@ -26,7 +26,7 @@ from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._worker.main import Start, WorkerSettings
 from fast_batcher.errors import BatcherError, RemoteTraceback, WorkerStartupError
-from fast_batcher.model import ModelSpec
+from fast_batcher.model import ModelKind, ModelSpec
 from fast_batcher.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from fast_batcher._shared_memory.outbox import OutboxReader
 
 logger = logging.getLogger("fast_batcher")
+
+
+# Further causes of a slow start. The warm-up of a model with streams computes whole answers.
+_START_HINTS = {
+    ModelKind.STEPS: ". A stream of warmup_inputs() without an end is another cause: return `Done`",
+}
 
 
 class WorkerState(Enum):
@@ -248,9 +254,7 @@ class WorkerHandle(ABC):
 
     def make_timeout_error(self) -> WorkerStartupError:
         """Make the error of a worker whose start has taken longer than `start_limit`."""
-        hint = ""
-        if self.model_spec.is_stepped:  # the warm-up computes whole answers
-            hint = ". A stream of warmup_inputs() without an end is another cause: return `Done`"
+        hint = _START_HINTS.get(self.model_spec.kind, "")
         return WorkerStartupError(
             f"worker {self.index} did not load its model within start_timeout="
             f"{self._settings.start_timeout} seconds and was ended; raise start_timeout if the "
@@ -265,7 +269,7 @@ class WorkerHandle(ABC):
             device=self._placement.device,
             worker_index=self.index,
             stage_threads=settings.stage_threads or threads,
-            is_stepped=self.model_spec.is_stepped,
+            kind=self.model_spec.kind,
             name=self._name,
         )
 
@@ -279,15 +283,9 @@ class WorkerHandle(ABC):
     def order(self, order: Order, batch_id: int = 0) -> None:
         """Give the worker an order, behind the batches that it has."""
 
-    def skip(self, batch_id: int) -> None:
-        """Let the worker not compute a batch, unless it has begun; a stream leaves."""
-        if self.model_spec.is_stepped:
-            self.order(Order.LEAVE, batch_id)
-        else:
-            self._skip(batch_id)
-
     @abstractmethod
-    def _skip(self, batch_id: int) -> None: ...
+    def skip(self, batch_id: int) -> None:
+        """Let the worker not compute a batch, unless it has begun."""
 
     def is_sending(self) -> bool:
         """Return whether delayed batches were sent since the last call, or are not ready yet."""

@@ -315,7 +315,7 @@ class WorkerProcess(FrameWorker):
         if self._live is not None:
             self._live.channel.send(kind, batch_id, body)
 
-    def _skip(self, batch_id: int) -> None:
+    def skip(self, batch_id: int) -> None:
         if self._live is not None:
             self._live.progress.skip(batch_id)
 

@@ -121,7 +121,7 @@ class ThreadWorker(WorkerHandle):
         """Hand an order over to the thread."""
         self._tasks.put(BatchJob.make_ping() if order is Order.PING else (order, batch_id))
 
-    def _skip(self, batch_id: int) -> None:
+    def skip(self, batch_id: int) -> None:
         self._progress.skip(batch_id)
 
     def _pass_inputs(self, batch: Batch) -> list[Any]:

@@ -169,8 +169,7 @@ class ModelActor:
         self._model = loaded.model
         models = {**loaded.models, "infer": loaded.in_turn}
         self._loop = BatchLoop(self._port, models, self._progress, settings.name)
-        if settings.is_stepped:
-            self._steps = make_step_loop(self._port, self._model, self._progress, settings)
+        self._steps = make_step_loop(self._port, self._model, self._progress, settings)
         # One stage: each batch passes all of them before the next one begins. No files: those of
         # another machine cannot be compared.
         self._port.report_ready(loaded.times, 1, {}, loaded.start)

@@ -85,7 +85,7 @@ class RayWorker(FrameWorker):
         # Batches that the actor has, oldest first.
         self._open: dict[int, None] = {}
         # The steps of a `SteppedModel`; and whether the actor stops when its streams have ended.
-        self._steps = StepCalls(self._step_soon) if self.model_spec.is_stepped else None
+        self._steps = StepCalls(self._step_soon) if self._has_steps else None
         self._stops_later = False
         # Whether `stop` has been answered.
         self._has_stopped = False
@@ -283,7 +283,7 @@ class RayWorker(FrameWorker):
         else:
             self._cluster.call(lambda: self._compute(batch_id, frames, rows, Purpose.BATCH))
 
-    def _skip(self, batch_id: int) -> None:
+    def skip(self, batch_id: int) -> None:
         if self.is_alive:
             self._cluster.call(lambda: self._skip_now(batch_id))
 

@@ -220,13 +220,14 @@ class Ledger:
         if is_logged:
             log_late_error(self._name, error, omitted)
 
-    def complete_batch(self, now: float, batch: Batch) -> None:
-        """Record an answered batch, whose requests need not have ended."""
+    def complete_batch(self, now: float, batch: Batch, seconds: float) -> None:
+        """Record a batch and its seconds in the model; its requests need not have ended."""
+        batch.infer_seconds = seconds
         began_at, size = batch.began_at, len(batch.requests)
         # To record the waits of all requests would cost more than to send them. Which one is taken
         # depends on the id, so that in the long run every position counts.
         waited = began_at - batch.requests[batch.id % size].arrival
-        left, seconds = batch.left_waiting, batch.infer_seconds
+        left = batch.left_waiting
         self.counters.samples.append((began_at, now, size, batch.release, left, waited, seconds))
 
     def complete_step(

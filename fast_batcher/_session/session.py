@@ -26,15 +26,12 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from fast_batcher._core.explanation import Setup, explain
+from fast_batcher._core.explanation import Setup
 from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.prediction import Method
-from fast_batcher._core.queue import PaddedPacker, SummedPacker
 from fast_batcher._core.scaling import SCALING_INTERVAL, Scaling, WorkerLoad
-from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.stream_explanation import explain_streams
+from fast_batcher._core.stream_scheduler import StreamScheduler
 from fast_batcher._core.values import (
-    BATCHES_PER_WORKER,
     CALL_FAILED,
     QUEUED,
     RETRYING,
@@ -46,7 +43,6 @@ from fast_batcher._core.values import (
     Fail,
     Failed,
     Failure,
-    Limits,
     Order,
     Replace,
     Report,
@@ -56,7 +52,6 @@ from fast_batcher._core.values import (
     Stall,
     State,
     Step,
-    most_streams,
     or_infinite,
 )
 from fast_batcher._parent.pool import Pool
@@ -66,11 +61,12 @@ from fast_batcher._parent.worker_handle import Answer, Exit, Unsendable, WorkerH
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
+from fast_batcher._session.kinds import BatchKind, StreamKind
 from fast_batcher._session.ledger import Ledger
 from fast_batcher._session.life import CurrentModel, LoopBinding, Status
 from fast_batcher._session.outcomes import CostEvaluator, Reports, timeout_of
-from fast_batcher._session.streams import begin_stream, give_chunks
-from fast_batcher._transport.pickling import dumps, measure_size
+from fast_batcher._session.streams import give_chunks
+from fast_batcher._transport.pickling import dumps
 from fast_batcher.errors import (
     BatcherClosedError,
     ConfigurationError,
@@ -80,7 +76,7 @@ from fast_batcher.errors import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher.model import ModelSpec
+from fast_batcher.model import ModelKind, ModelSpec
 from fast_batcher.observing import WorkerChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
@@ -283,12 +279,8 @@ REST_OF_ANSWER = 0.05
 class Parts:
     """Makes the parts of a session that differ in an app, in a host and in tests."""
 
-    def make_policy(
-        self, settings: Settings, report: Callable[[BaseException], None], *, is_stepped: bool
-    ) -> Policy:
+    def make_policy(self, settings: Settings, report: Callable[[BaseException], None]) -> Policy:
         """Make the policy that decides when a batch leaves; a rule may `report` its errors."""
-        if is_stepped:  # there is nothing to wait for
-            return make_policy("greedy", None)
         return make_policy(settings.policy, settings.max_delay, report)
 
     def open_memory(self, settings: Settings, loop: AbstractEventLoop, name: str) -> MemoryService:
@@ -327,8 +319,10 @@ class LocalSession(Session):
         parts: Parts | None = None,
     ) -> None:
         parts = self._parts = parts or Parts()
-        self._is_stepped = model.spec.is_stepped
-        size = 1 if self._is_stepped else settings.batch_limit
+        # The part of the session that depends on the kind of the model.
+        is_stepped = model.spec.kind is ModelKind.STEPS
+        kind = self.kind = (StreamKind if is_stepped else BatchKind)(ledger)
+        size = kind.make_limits(settings).max_batch_size
         methods = [Method(*method, size) for method in model.spec.methods]
         super().__init__(LoopBinding(status.name), methods, settings, status, ledger)
         self._model = model
@@ -338,8 +332,7 @@ class LocalSession(Session):
         self._reports = Reports(self._name, settings)
         evaluator = parts.make_evaluator(settings, self._name, methods)
         self._evaluate = None if evaluator is None else evaluator.evaluate
-        policy = self._make_policy(settings)
-        self.scheduler = make_scheduler(settings, methods, policy, is_stepped=self._is_stepped)
+        self.scheduler = kind.make_scheduler(settings, methods, self._make_policy(settings))
         self.memory = parts.open_memory(settings, self.binding.loop, self._name)
         self.pool = Pool(
             model.spec,
@@ -370,11 +363,6 @@ class LocalSession(Session):
         self._rejected = 0
         self._set_scaling()
         self._look_later()
-
-    @property
-    def is_stepped(self) -> bool:
-        """Whether the requests are streams."""
-        return self._is_stepped
 
     # Requests: from the caller to the queue.
 
@@ -475,15 +463,12 @@ class LocalSession(Session):
     # Batches: from the queue to the worker.
 
     def _send(self, batch: Batch) -> None:
-        if self._is_stepped:
-            begin_stream(batch.requests[0])
         if self._active:
             batch.contexts = self._observers.follow(batch, dumps)
         size, worker = len(batch.requests), self.pool.workers[batch.worker]
         worker.compute(batch)
         # This is done while the worker wakes up.
-        if not self._is_stepped:
-            self._ledger.counters.count_batch(size, batch.release)
+        self.kind.count_sent(size, batch.release)
 
     def _do(self, action: Expire | Stall | Replace | Skip | EndSession | Fail) -> None:
         if isinstance(action, Expire):
@@ -494,7 +479,7 @@ class LocalSession(Session):
             if index is not None:  # an observer may have closed the batcher in this turn
                 self._reports.log_stall(index)
         elif isinstance(action, Skip):
-            self.pool.workers[action.batch.worker].skip(action.batch.id)
+            self.kind.skip(self.pool.workers[action.batch.worker], action.batch)
         elif isinstance(action, EndSession):
             self._release_state(action)
         elif isinstance(action, Replace):
@@ -604,9 +589,7 @@ class LocalSession(Session):
         if batch is None:
             self._reject_answer(batch_id)
             return None
-        if not self._is_stepped:  # its steps are recorded instead
-            batch.infer_seconds = seconds
-            self._ledger.complete_batch(now, batch)
+        self.kind.complete(now, batch, seconds)
         if self.pool.recycles:
             self.pool.batch_answered(worker)
         return batch
@@ -657,7 +640,7 @@ class LocalSession(Session):
         the ledger notes the error.
         """
         if how is Failed.EVICTED:
-            return self.scheduler.stream_evicted(batch)
+            return self._streams.stream_evicted(batch)
         is_fatal = how is Failed.FATAL
         failed = self.scheduler.batch_raised(
             monotonic(), batch, out_of_memory=how is Failed.OUT_OF_MEMORY, is_fatal=is_fatal
@@ -684,9 +667,15 @@ class LocalSession(Session):
 
     # The steps of a `SteppedModel`.
 
+    @property
+    def _streams(self) -> StreamScheduler:
+        if not isinstance(self.scheduler, StreamScheduler):
+            raise TransportError("a step came from a worker whose model answers in batches")
+        return self.scheduler
+
     def _take_step(self, worker: int, step: Step, seconds: float, answer: Answer) -> None:
         """Give the requests of a step their chunks, and answer the streams that have ended."""
-        scheduler, find, now = self.scheduler, self.scheduler.find, monotonic()
+        scheduler, find, now = self._streams, self.scheduler.find, monotonic()
         heard, ended, grown = step
         streams = [batch for found in heard if (batch := find(worker, found)) is not None]
         finished = [batch for found in ended if (batch := find(worker, found)) is not None]
@@ -707,7 +696,7 @@ class LocalSession(Session):
         self._ledger.complete_step(now, streams, outcomes, seconds, scheduler.queue_size)
         failures = self._give_chunks(streams, outcomes)
         for batch in finished:
-            outcome = failures.get(batch.id, batch.requests[0].chunks)
+            outcome = failures.get(batch.id, batch.call.chunks)
             self._ledger.answer(batch, batch.requests, [outcome])
             if self.pool.recycles:
                 self.pool.batch_answered(worker)
@@ -721,13 +710,13 @@ class LocalSession(Session):
         """
         failures, full = give_chunks(streams, outcomes, self._deadline_of)
         for batch in streams if failures else ():
-            if batch.id in failures and self.scheduler.cancel(batch.requests[0]):
-                self._ledger.fail(batch.requests[0], failures[batch.id].error, "failed")
+            if batch.id in failures and self.scheduler.cancel(batch.call):
+                self._ledger.fail(batch.call, failures[batch.id].error, "failed")
                 self.run_soon()
         for batch in full:
             if self.scheduler.is_running(batch):  # it has not ended
-                batch.requests[0].caller.pause(functools.partial(self._stream_read, batch))
-                self.scheduler.pause(batch)
+                batch.call.caller.pause(functools.partial(self._stream_read, batch))
+                self._streams.pause(batch)
                 self.pool.workers[batch.worker].order(Order.PAUSE, batch.id)
         return failures
 
@@ -739,10 +728,9 @@ class LocalSession(Session):
 
     def _stream_read(self, batch: Batch, resumes: bool) -> None:
         """Handle that a caller has read a chunk of a paused stream."""
-        request = batch.requests[0]
-        request.deadline = self._deadline_of(request)
+        batch.call.deadline = self._deadline_of(batch.call)
         if resumes and self.scheduler.is_running(batch):
-            self.scheduler.resume(monotonic(), batch)
+            self._streams.resume(monotonic(), batch)
             self.pool.workers[batch.worker].order(Order.RESUME, batch.id)
             self._run_if_due()
 
@@ -798,17 +786,9 @@ class LocalSession(Session):
         return scheduler.ready_count, scheduler.waiting, scheduler.running
 
     def read_stats(self) -> BatcherStats:
-        """Return a snapshot of the counts, the load, and the padding or the places of streams."""
-        stats = replace(super().read_stats(), gpu_bytes=self.pool.read_gpu_bytes())
-        if not self._is_stepped:
-            count = self.scheduler.session_count
-            return replace(stats, padding=self.scheduler.padding, sessions=count)
-        places, scheduler = self.settings.batch_limit, self.scheduler
-        return replace(
-            stats,
-            places=places * scheduler.ready_count,
-            live_streams=scheduler.count_live(places),
-        )
+        """Return a snapshot of the counts, the load, and the figures of the kind of model."""
+        gpu_bytes = self.pool.read_gpu_bytes()
+        return replace(super().read_stats(), gpu_bytes=gpu_bytes, **self.scheduler.figures)
 
     @property
     def num_workers(self) -> int:
@@ -851,12 +831,7 @@ class LocalSession(Session):
             self.scheduler.service.steps,
             self.scheduler.seconds_each,
         )
-        samples = self._ledger.counters.list_samples()
-        if self._is_stepped:
-            return explain_streams(samples, setup, self._ledger.counters.streams.waits)
-        learned, sizes = self.scheduler.service.points(), self.scheduler.service.steps
-        explained = explain(samples, setup, learned)
-        return replace(explained, service_times=learned, allowed_batch_sizes=sizes)
+        return self.kind.explain(setup, self.scheduler)
 
     # Events of the pool.
 
@@ -864,10 +839,7 @@ class LocalSession(Session):
         self, worker: WorkerHandle, times: list[tuple[int, float]], *, is_restart: bool
     ) -> None:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
-        index, allowed = worker.index, worker.allowed_sizes
-        if self._is_stepped:  # they are the times of whole answers
-            times, allowed = [], {}
-        now = monotonic()
+        index, allowed, now = worker.index, worker.allowed_sizes, monotonic()
         self.scheduler.worker_ready(now, worker.id, times, worker.stages, index, allowed)
         if is_restart:
             self._ledger.counters.restarts += 1
@@ -967,7 +939,6 @@ class LocalSession(Session):
 
     def _follow_load(self, scaling: Scaling, now: float) -> None:
         counters, count = self._ledger.counters, self.pool.fleet.count
-        may_wait = self.scheduler.queue_size or not self._is_stepped
         load = WorkerLoad(
             wanted=self.num_workers,
             ready=self.scheduler.ready_count,
@@ -975,7 +946,7 @@ class LocalSession(Session):
             is_failing=self.pool.fleet.is_failing,
             arrived=counters.submitted + self._rejected,
             rejected=self._rejected,
-            backlog=self.scheduler.seconds_of_backlog(now) if may_wait else 0.0,
+            backlog=self.scheduler.seconds_behind(now),
             full_batch=self.scheduler.full_batch,
             needed=self.scheduler.needed_workers,
         )
@@ -1023,13 +994,12 @@ class LocalSession(Session):
         if self.status.state is State.OPENING:
             self._notice_all_ready()
         self._arena.batch_size = settings.batch_limit
-        self.scheduler.reconfigure(_limits_of(settings, is_stepped=self._is_stepped), policy)
+        self.scheduler.reconfigure(self.kind.make_limits(settings), policy)
         # The waiting requests may be a full batch now, or have waited long enough.
         self.run_soon()
 
     def _make_policy(self, settings: Settings) -> Policy:
-        report = self._reports.log_policy_error
-        return self._parts.make_policy(settings, report, is_stepped=self._is_stepped)
+        return self._parts.make_policy(settings, self._reports.log_policy_error)
 
     @property
     def can_reload(self) -> bool:
@@ -1064,9 +1034,9 @@ class LocalSession(Session):
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
         await self._wait_until_drained()
-        if self._is_stepped:  # the worker would finish them, and a stream may have no end
-            for batch in self.scheduler.list_batches():
-                self.pool.workers[batch.worker].skip(batch.id)
+        for batch in self.scheduler.list_batches() if self.kind.gives_chunks else ():
+            # The worker would finish the stream, which may have no end.
+            self.kind.skip(self.pool.workers[batch.worker], batch)
         self._fail_open_requests()
         await self.pool.aclose()
         self._observers.unwatch_collector()
@@ -1102,40 +1072,3 @@ class LocalSession(Session):
 
 def _reject_count(found: int, count: int) -> NoReturn:
     raise TransportError(f"{found} outcomes came back for {count} requests")
-
-
-def make_packer(settings: Settings) -> PaddedPacker | SummedPacker | None:
-    if settings.cost is None:
-        return None
-    make = PaddedPacker if settings.cost_is_padded else SummedPacker
-    return make(settings.max_batch_cost)
-
-
-def make_scheduler(
-    settings: Settings, methods: Sequence[Method], policy: Policy, *, is_stepped: bool
-) -> Scheduler:
-    return Scheduler(
-        policy,
-        _limits_of(settings, is_stepped=is_stepped),
-        measure_size=measure_size,
-        packer=None if is_stepped else make_packer(settings),
-        is_grouped=settings.group_by is not None,
-        methods=methods,
-    )
-
-
-def _limits_of(settings: Settings, *, is_stepped: bool) -> Limits:
-    # The scheduler takes a stream for a batch of one, and a worker has many of them at a time.
-    size, batches = settings.batch_limit, BATCHES_PER_WORKER
-    if is_stepped:
-        # A worker that is added finds the streams in the queue.
-        size, batches = 1, most_streams(size) if settings.most_workers == 1 else size
-    derived = {
-        "max_batch_size": size,
-        "max_queue_size": settings.queue_limit,
-        "batches_per_worker": batches,
-        "is_stepped": is_stepped,
-        "places": settings.batch_limit,
-        "most_stream_cost": or_infinite(settings.max_batch_cost if is_stepped else None),
-    }
-    return Limits(**(settings.select(Limits.__annotations__) | derived))

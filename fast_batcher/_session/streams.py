@@ -17,11 +17,9 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from fast_batcher._core.stream_times import joined_at
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._transport.pickling import measure_known
 from fast_batcher.errors import InferenceError
-from fast_batcher.observing import ChunkTimes
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 ChunkT = TypeVar("ChunkT")
@@ -318,18 +316,18 @@ class StreamFigures:
         """Record the chunks of a step."""
         self.chunks += len(streams)
         self._steps += 1
-        sampled = streams[self._steps % len(streams)].requests[0].chunk_times
+        sampled = streams[self._steps % len(streams)].call.chunk_times
         if sampled.count:
             self._gaps.append(now - sampled.last_at)
         for batch, outcome in zip(streams, outcomes, strict=True):
-            request = batch.requests[0]
+            request = batch.call
             # An observer may have the times of a request that is settled.
             if request.is_settled or type(outcome) is Failure:
                 continue
             times = request.chunk_times
             if not times.count:
                 times.first_at = now
-                self.waits.append((now, joined_at(batch) - request.arrival))
+                self.waits.append((now, batch.joined_at - request.arrival))
                 self._first_chunks.append(now - request.arrival)
             times.count += 1
             times.last_at = now
@@ -341,11 +339,6 @@ class StreamFigures:
             found = weighted_quantiles([(seconds, 1) for seconds in samples], (0.50, 0.95))
             fields[f"{name}_p50"], fields[f"{name}_p95"] = found
         return fields
-
-
-def begin_stream(request: Request) -> None:
-    """Expect the chunks of a request from the first on: it is sent to a worker, perhaps again."""
-    request.chunk_times, request.chunks = ChunkTimes(request.arrival), []
 
 
 def add_chunk(request: Request, chunk: Any) -> bool:
@@ -369,7 +362,7 @@ def give_chunks(
     failures: dict[int, Failure] = {}
     full: list[Batch] = []
     for batch, outcome in zip(streams, outcomes, strict=True):
-        request = batch.requests[0]
+        request = batch.call
         if request.is_settled:
             continue
         if type(outcome) is Failure:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fast_batcher._arrays.kinds import is_array, is_tensor
-from fast_batcher._arrays.libraries import LIBRARIES, Library, find_kind
+from fast_batcher._arrays.libraries import LIBRARIES, Library, find_array_type
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.channels import READ_SIZE
 from fast_batcher.errors import (
@@ -329,7 +329,7 @@ class OutOfBandPickler:
     def _find_reducers(self) -> "_Reducers | None":
         """Return the reducers for arrays and tensors, None while neither library is loaded."""
         for library in self._missing:
-            if library.module in sys.modules and (kind := find_kind(library)) is not None:
+            if library.module in sys.modules and (kind := find_array_type(library)) is not None:
                 self._missing = [one for one in self._missing if one is not library]
                 if library.reduces_outputs or self._makes_writable:
                     self._reducers[kind] = functools.partial(

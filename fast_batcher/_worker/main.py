@@ -44,7 +44,7 @@ from fast_batcher._worker.model import (
 )
 from fast_batcher._worker.stages import StageLoop, Stages, StagesInTurn
 from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model import MethodOptions, find_methods, is_stepped
+from fast_batcher.model import MethodOptions, ModelKind, find_kind, find_methods
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -143,8 +143,8 @@ class WorkerSettings(NamedTuple):
     stage_threads: int = 1
     # Callers get what the model returns, not a copy from a pickle: outputs must not be views.
     copies_outputs: bool = False
-    # Whether the parent takes the model for a `SteppedModel`.
-    is_stepped: bool = False
+    # The kind of the model, as far as the parent knows it.
+    kind: ModelKind = ModelKind.BATCHES
     # The highest total cost of the streams of a stepped model; whether they may begin again.
     max_batch_cost: float | None = None
     idempotent: bool = True
@@ -189,8 +189,9 @@ def load_warm(
     began = monotonic()
     call = import_model(body)
     after_import()
-    if is_stepped(call.cls) != settings.is_stepped:
-        needed = not settings.is_stepped
+    kind = find_kind(call.cls)
+    if kind is not settings.kind and ModelKind.STEPS in (kind, settings.kind):
+        needed = kind is ModelKind.STEPS
         raise WorkerStartupError(
             f"{call.name} is {'a' if needed else 'no'} SteppedModel, and is named by a text: give "
             f"DynBatcher stepped={needed}"
@@ -276,9 +277,7 @@ def load_and_serve(
     stages = loaded.stages
     copies = settings.copies_outputs or stages.count > 1
     batches = BatchLoop(port, loaded.models, progress, settings.name, copies=copies)
-    loop: BatchLoop | StepLoop = batches
-    if settings.is_stepped:
-        loop = make_step_loop(port, loaded.model, progress, settings)
+    loop = make_step_loop(port, loaded.model, progress, settings) or batches
     try:
         port.report_ready(loaded.times, stages.count, read_module_files(), loaded.start)
         if stages.count > 1 and loop is batches:
@@ -292,8 +291,10 @@ def load_and_serve(
 
 def make_step_loop(
     port: WorkerPort, model: Any, progress: WorkerProgress, settings: WorkerSettings
-) -> "StepLoop":
-    """Make the loop of a `SteppedModel`."""
+) -> "StepLoop | None":
+    """Make the loop of a `SteppedModel`, None for another kind."""
+    if settings.kind is not ModelKind.STEPS:
+        return None
     # A worker that needs no steps need not import the module.
     from fast_batcher._worker.steps import StepLoop
 

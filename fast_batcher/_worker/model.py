@@ -42,10 +42,11 @@ from fast_batcher.errors import (
     is_out_of_memory,
 )
 from fast_batcher.model import (
+    ModelKind,
     describe_arguments,
+    find_kind,
     find_methods,
     find_model_fault,
-    is_session_model,
     warn_about_hooks,
 )
 
@@ -177,7 +178,7 @@ def collate_methods(model: Any, *, copies: bool = False) -> dict[str, Any]:
 
     "infer" is the first; without a collation its object is the model.
     """
-    if is_session_model(type(model)):
+    if find_kind(type(model)) is ModelKind.SESSIONS:
         return {"infer": SessionInfer(model, copies=copies)}
     collations = {name: options.collation for name, options in find_methods(model).items()}
     own = collations.pop("infer", None) or getattr(model, "collation", None)

@@ -9,8 +9,8 @@ import pytest
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Dispatch, Fail, Request
+from fast_batcher._session.kinds import BatchKind
 from fast_batcher._session.outcomes import CostEvaluator
-from fast_batcher._session.session import make_scheduler
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import OPTIONS, Option, Settings
 
@@ -60,7 +60,7 @@ def test_no_accepted_number_is_an_internal_error(seed: int) -> None:
     size = settings.batch_limit
     methods = [Method("infer", None, size)]
     policy = make_policy(settings.policy, settings.max_delay)
-    scheduler = make_scheduler(settings, methods, policy, is_stepped=False)
+    scheduler = BatchKind.make_scheduler(settings, methods, policy)
     evaluator = CostEvaluator(settings, "model", methods)
     scheduler.worker_ready(0.0, 1)
     now = 0.0
@@ -81,5 +81,5 @@ def test_no_accepted_number_is_an_internal_error(seed: int) -> None:
                 assert scheduler.batch_done(now, 1, action.batch.id) is action.batch
         backlog = scheduler.seconds_of_backlog(now)
         assert backlog is None or backlog >= 0
-        assert 0 <= scheduler.padding <= 1
+        assert 0 <= scheduler.figures["padding"] <= 1
         now += 10 ** rng.uniform(-6, 3)

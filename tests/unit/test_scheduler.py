@@ -26,7 +26,7 @@ from fast_batcher._core.values import (
     Stall,
 )
 from fast_batcher._core.workers import WorkerTable
-from fast_batcher._session.session import make_scheduler
+from fast_batcher._session.kinds import BatchKind
 from fast_batcher.errors import (
     BatcherClosedError,
     DeadlineExceededError,
@@ -586,7 +586,7 @@ def test_costs_of_batches_are_no_reason_for_a_late_call() -> None:
     """Those of streams are, which a step passes over."""
     options: Any = {"cost": float, "max_batch_cost": 3.0, "cost_is_padded": False}
     settings = Settings(max_batch_size=2, timeout=1.0, **options)
-    scheduler = make_scheduler(settings, (), GreedyPolicy(), is_stepped=False)
+    scheduler = BatchKind.make_scheduler(settings, (), GreedyPolicy())
     scheduler.worker_ready(0.0, 0)
     assert scheduler.submit(0.0, having("cost", [2.0, 1.0, 2.0, 1.0])) == []
     assert [len(batch.requests) for batch in poll_batches(scheduler, 0.0)] == [2, 2]

@@ -8,7 +8,8 @@ import pytest
 from schedulers import make_request
 
 from fast_batcher._core.policy import make_policy
-from fast_batcher._core.scheduler import MOST_DEATHS, Scheduler
+from fast_batcher._core.scheduler import MOST_DEATHS
+from fast_batcher._core.stream_scheduler import StreamScheduler
 from fast_batcher._core.values import (
     Dispatch,
     Expire,
@@ -31,8 +32,8 @@ def make_scheduler(
     max_latency: float | None = None,
     max_queue_size: int = 1000,
     ahead: bool = True,
-) -> Scheduler:
-    return Scheduler(
+) -> StreamScheduler:
+    return StreamScheduler(
         make_policy("greedy", None),
         Limits(
             max_batch_size=1,
@@ -42,19 +43,18 @@ def make_scheduler(
             timeout=timeout,
             infer_timeout=infer_timeout,
             batches_per_worker=most_streams(PLACES) if ahead else PLACES,
-            is_stepped=True,
             most_stream_cost=most_cost,
         ),
     )
 
 
-def submit(scheduler: Scheduler, count: int, now: float = 0.0) -> list[Request]:
+def submit(scheduler: StreamScheduler, count: int, now: float = 0.0) -> list[Request]:
     requests = [Request(number, None) for number in range(count)]
     assert scheduler.submit(now, requests) == []
     return requests
 
 
-def dispatched(scheduler: Scheduler, now: float = 0.0) -> list[Any]:
+def dispatched(scheduler: StreamScheduler, now: float = 0.0) -> list[Any]:
     return [action.batch for action in scheduler.poll(now)[0] if isinstance(action, Dispatch)]
 
 

@@ -216,7 +216,8 @@ def run_for_padding(scheduler: Scheduler, sizes: Sequence[int]) -> float:
         submit(scheduler, float(now), size)
         (batch,) = poll_batches(scheduler, float(now))
         scheduler.batch_done(now + 0.1, batch.worker, batch.id)
-    return scheduler.padding
+    padding: float = scheduler.figures["padding"]
+    return padding
 
 
 def test_padding_counts_filling() -> None:

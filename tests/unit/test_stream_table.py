@@ -1,22 +1,20 @@
-"""The prediction of the next free place of streams."""
+"""The streams of workers: the prediction of the next free place."""
 
 import random
 from heapq import heapify, heappop, heappush
 
 import pytest
 
-from fast_batcher._core.stream_times import MOST_LENGTHS, StreamTimes
+from fast_batcher._core.stream_scheduler import MOST_LENGTHS, StreamTable
 from fast_batcher._core.values import Batch, Limits, Release, Request
-from fast_batcher._core.workers import WorkerTable
 
 
 class Bench:
     """Workers with some streams."""
 
     def __init__(self, places: int, workers: int = 1, most_cost: float = 1e9) -> None:
-        limits = Limits(1, 99, batches_per_worker=99, is_stepped=True, most_stream_cost=most_cost)
-        self.table = WorkerTable(limits)
-        self.times = StreamTimes(self.table, places)
+        limits = Limits(1, 99, batches_per_worker=99, places=places, most_stream_cost=most_cost)
+        self.table = StreamTable(limits)
         self.count = 0
         for worker in range(workers):
             self.table.add(worker, worker, 1)
@@ -24,13 +22,13 @@ class Bench:
     def begin(self, now: float, worker: int = 0) -> Batch:
         """Give a worker a stream."""
         self.count += 1
-        requests = [Request(None, None)]
-        batch = Batch(self.count, worker, requests, Release.FULL, 1e9, 1, now)
+        call = Request(None, None)
+        call.arrival = now
+        batch = Batch(self.count, worker, [call], Release.FULL, 1e9, 1, now)
         self.table.give(now, self.table.slots[worker], batch)
         return batch
 
     def end(self, now: float, batch: Batch) -> None:
-        self.times.stream_leaves(now, self.table.slots[batch.worker], batch)
         self.table.take_back(now, batch)
 
     def learn(self, *lengths: float) -> None:
@@ -38,7 +36,7 @@ class Bench:
             self.end(length, self.begin(0.0))
 
     def predict(self, now: float, waiting: int = 0) -> float:
-        return self.times.predict(now)(waiting)
+        return self.table.predict(now)(waiting)
 
 
 def test_a_place_is_free_at_once_before_any_stream_has_ended() -> None:
@@ -81,7 +79,7 @@ def test_a_stream_that_waits_in_its_worker_is_ahead_and_then_takes_the_place() -
     assert bench.predict(112.0) == 8.0
     bench.end(120.0, second)
     assert bench.predict(120.0) == 0.0
-    assert bench.times.predict(120.0)(1) == 10.0
+    assert bench.table.predict(120.0)(1) == 10.0
 
 
 def test_a_worker_whose_streams_cost_the_most_has_no_free_place() -> None:
@@ -117,7 +115,7 @@ def test_streams_of_one_length_get_the_places_that_are_predicted(seed: int) -> N
             free.append(began + length)
     heapify(free)
     before = 0.0
-    predict = bench.times.predict(now)
+    predict = bench.table.predict(now)
     for waiting in range(3 * len(free)):
         moment = heappop(free)
         heappush(free, moment + length)
@@ -127,8 +125,15 @@ def test_streams_of_one_length_get_the_places_that_are_predicted(seed: int) -> N
         before = found
 
 
+def test_a_stream_that_could_not_be_sent_has_no_length() -> None:
+    bench = Bench(1)
+    stream = bench.begin(0.0)
+    assert bench.table.withdraw(5.0, stream, stream.requests) != []
+    assert bench.table.pace is None
+
+
 def test_the_pace_of_a_busy_worker_is_the_median_length_by_its_places() -> None:
     bench = Bench(4)
-    assert bench.times.pace is None
+    assert bench.table.pace is None
     bench.learn(2.0, 8.0, 4.0)
-    assert bench.times.pace == (1.0, 1)
+    assert bench.table.pace == (1.0, 1)
