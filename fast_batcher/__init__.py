@@ -17,8 +17,8 @@ from fast_batcher.stats import BatcherStats
 
 if TYPE_CHECKING:
     from fast_batcher import aio, inference
-    from fast_batcher._session.sessions import BatchSession
-    from fast_batcher._session.streams import Stream
+    from fast_batcher._opening.sessions import BatchSession
+    from fast_batcher._opening.streams import Stream
     from fast_batcher.batcher import DynBatcher
     from fast_batcher.dynamic import dynamically
     from fast_batcher.sessions import SessionModel
@@ -47,13 +47,13 @@ __all__ += errors.__all__
 # Modules of names that are imported on first access: a worker imports this package for its model,
 # and needs no event loop.
 _LAZY = {
-    "BatchSession": "fast_batcher._session.sessions",
+    "BatchSession": "fast_batcher._opening.sessions",
     "Done": "fast_batcher.stepped",
     "DynBatcher": "fast_batcher.batcher",
     "Grow": "fast_batcher.stepped",
     "SessionModel": "fast_batcher.sessions",
     "SteppedModel": "fast_batcher.stepped",
-    "Stream": "fast_batcher._session.streams",
+    "Stream": "fast_batcher._opening.streams",
     "StreamedModel": "fast_batcher.stepped",
     "aio": "fast_batcher.aio",
     "dynamically": "fast_batcher.dynamic",

@@ -1,9 +1,9 @@
 """`DynBatcher`: the public interface of a batcher, its life cycle and its documentation.
 
-Runs in the API process, on the event loop's thread; `submit` and `stop` on any thread. A `Session`
-(`_session/session.py`), one for each opening, does the work: this module queues and dispatches
-nothing itself. `Status` holds the one state of a batcher; whether it takes calls, is draining or
-has ended is derived from it.
+Runs in the API process, on the event loop's thread; `submit` and `stop` on any thread. An `Opening`
+(`_opening/opening.py`), one for each call of `open`, does the work: this module queues and
+dispatches nothing itself. `Status` holds the one state of a batcher; whether it takes calls, is
+draining or has ended is derived from it.
 """
 
 import asyncio
@@ -49,11 +49,10 @@ from fast_batcher._core.values import STATE_OPEN, Event, Request, State
 from fast_batcher._devices import CoreClaim, find_gpus, find_missing
 from fast_batcher._identity import identify_reloaded
 from fast_batcher._mps import check_control
-from fast_batcher._process import frozen, monotonic
-from fast_batcher._session.cache import SingleFlight
-from fast_batcher._session.calls import BatchMethods, ThreadCalls, process_many, set_options
-from fast_batcher._session.ledger import Ledger
-from fast_batcher._session.life import (
+from fast_batcher._opening.cache import SingleFlight
+from fast_batcher._opening.calls import BatchMethods, ThreadCalls, process_many, set_options
+from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.life import (
     RUN_THREADSAFE,
     CurrentModel,
     LiveSettings,
@@ -64,11 +63,12 @@ from fast_batcher._session.life import (
     call_on_sigterm,
     is_main_thread,
 )
-from fast_batcher._session.loop_watch import watch_loop
-from fast_batcher._session.offload import offload
-from fast_batcher._session.session import LocalSession, Session
-from fast_batcher._session.sessions import BatchSession
-from fast_batcher._session.streams import ChunkQueue, ChunkT, Stream, StreamCall
+from fast_batcher._opening.loop_watch import watch_loop
+from fast_batcher._opening.offload import offload
+from fast_batcher._opening.opening import LocalOpening, Opening
+from fast_batcher._opening.sessions import BatchSession
+from fast_batcher._opening.streams import ChunkQueue, ChunkT, Stream, StreamCall
+from fast_batcher._process import frozen, monotonic
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -114,7 +114,7 @@ logger: logging.Logger = logging.getLogger("fast_batcher")
 
 # The test kits that are active (`fast_batcher.testing`): the last one makes the sessions.
 session_makers: list[
-    Callable[["DynBatcher[Any, Any]", CurrentModel, Settings, Status, Ledger], Session]
+    Callable[["DynBatcher[Any, Any]", CurrentModel, Settings, Status, Ledger], Opening]
 ] = []
 
 # The batchers that have been opened: a name is to tell those apart that are open.
@@ -225,10 +225,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             logger.warning(text, self.name, settings.devices, present, ", ".join(missing))
         self._ledger = Ledger(self.name, settings.observers)
         self._status = Status(self.name, self._ledger)
-        # The present session, or the last one that has ended; None before the first opening.
-        self._session: Session | None = None
-        # Receiver of the calls: the session, or the cache before it.
-        self._calls: Session | SingleFlight | None = None
+        # The present opening, or the last one that has ended; None before the first opening.
+        self._opening: Opening | None = None
+        # Receiver of the calls: the opening, or the cache before it.
+        self._calls: Opening | SingleFlight | None = None
         # Closes a batcher that is dropped while it is open; None before the first opening.
         self._finalizer: weakref.finalize[..., Any] | None = None
         # Whether a call has opened it, and nothing else.
@@ -347,12 +347,12 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> Stream[ChunkT]:
         if self._model.spec.kind is not ModelKind.STEPS:
             raise ConfigurationError(f"{self.name}: stream() needs a model that is a SteppedModel")
-        session = self._find_session()
-        queue = ChunkQueue(session.binding.loop)
+        opening = self._find_opening()
+        queue = ChunkQueue(opening.binding.loop)
         request = Request(value, queue)
         set_options(request, timeout, priority, share, self._settings.timeout)
-        session.accept(request)
-        stream: Stream[ChunkT] = Stream(request, queue, session.abandon, session.binding.call)
+        opening.accept(request)
+        stream: Stream[ChunkT] = Stream(request, queue, opening.abandon, opening.binding.call)
         try:
             await stream.wait()
         except BaseException:  # a traceback may hold the stream
@@ -388,7 +388,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if timeout is None:
             timeout = self._settings.timeout
         idle_timeout = math.inf if timeout is None else checked_timeout(timeout)
-        find, is_present = self._find_session, self._is_present
+        find, is_present = self._find_opening, self._is_present
         made: BatchSession[InputT, OutputT] = BatchSession(
             idle_timeout, find, is_present, lambda: self._settings.timeout
         )
@@ -550,13 +550,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             BatcherClosedError: The batcher is draining or closed.
         """
         self._require_own_process()
-        session = self._accepting_session(
+        opening = self._accepting_opening(
             "submit() needs a batcher that has been opened on an event loop"
         )
         request = Request(value, None)
         set_options(request, timeout, priority, share, self._settings.timeout)
         try:
-            return self._thread_calls.submit(self._find_calls, request, session.binding)
+            return self._thread_calls.submit(self._find_calls, request, opening.binding)
         except RuntimeError:
             raise NotReadyError(f"{self.name}: the event loop that served it is closed") from None
 
@@ -586,11 +586,11 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         sizes = to_shape(shape)
         array = None
-        session = self._session
+        opening = self._opening
         loop = get_running_loop()
         is_served = self._status.takes_calls and min(sizes, default=0) > 0
-        if session is not None and is_served and session.binding.loop is loop:
-            array = session.allocate_input(numpy.dtype(dtype), sizes)
+        if opening is not None and is_served and opening.binding.loop is loop:
+            array = opening.allocate_input(numpy.dtype(dtype), sizes)
         return numpy.empty(sizes, dtype) if array is None else array
 
     # Life.
@@ -612,19 +612,19 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Cancellation: safe; the workers continue to load.
         """
-        broken = self._session if self._status.state is State.BROKEN else None
+        broken = self._opening if self._status.state is State.BROKEN else None
         if broken is not None and not self._leave_closed_loop():
             await broken.aclose()
             if self._status.state is State.CLOSED:
                 raise BatcherClosedError(f"{self.name} was closed before it was ready")
         # During that wait another call may have opened the batcher.
-        session = self._begin_open()
+        opening = self._begin_open()
         if self._status.state is not State.BROKEN:
-            session = self._find_session()
+            opening = self._find_opening()
         if wait_ready:
             await self._status.wait_while_opening()
         if (broken_error := self._status.broken_error()) is not None:
-            await session.aclose()
+            await opening.aclose()
             raise broken_error
         if wait_ready and self._status.state is not State.OPEN:
             raise BatcherClosedError(f"{self._status.name} was told to stop before it was ready")
@@ -649,11 +649,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         batcher is told, and ends without being waited for.
         """
         loop = get_running_loop()
-        session, calls = self._session, self._calls
-        if session is None or calls is None:
+        opening, calls = self._opening, self._calls
+        if opening is None or calls is None:
             self._end(grace=0.0)
             return
-        if self._status.state is State.CLOSED or session.binding.is_forked:
+        if self._status.state is State.CLOSED or opening.binding.is_forked:
             return
         if self._closing is not None and self._closing.get_loop() is loop:
             await asyncio.wait([self._closing])
@@ -667,7 +667,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             await calls.aclose()
         finally:
             # If the wait was cancelled, end without waiting.
-            if self._is_present(session):
+            if self._is_present(opening):
                 self._end(grace=0.0)
             if self._closing is closing:
                 self._closing = None
@@ -692,13 +692,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         May be called after the event loop has been closed; then its callers get no error. A call on
         another thread runs on the loop's thread, and waits for the result.
         """
-        session, grace = self._session, self._settings.stop_timeout
-        if session is not None and session.binding.is_forked:
+        opening, grace = self._opening, self._settings.stop_timeout
+        if opening is not None and opening.binding.is_forked:
             return
-        if session is not None and session.binding.runs_elsewhere:
+        if opening is not None and opening.binding.runs_elsewhere:
             # Futures and file descriptors belong to the loop's thread, so that thread has to do it.
             ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-            if session.binding.call(self._end_for_thread, ended):
+            if opening.binding.call(self._end_for_thread, ended):
                 ended.result()
                 return
         self._end(grace)
@@ -808,7 +808,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
         await self._status.wait_while_opening()
         if self._status.state is not State.BROKEN:
-            self._find_session()
+            self._find_opening()
         elif self._reload is not None and not self._reload.done():
             raise ConfigurationError(f"{self.name}: a reload runs; wait for its end")
         args, kwargs = model_args, model_kwargs
@@ -844,15 +844,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._require_own_process()
         settings = self._settings.changed(changes)
         reject_for_model(settings, list_kinds(self._model_class, settings.stepped), changes)
-        if self._session is not None:
-            self._session.binding.require_own_thread("reconfigure()", "loop.call_soon_threadsafe")
+        if self._opening is not None:
+            self._opening.binding.require_own_thread("reconfigure()", "loop.call_soon_threadsafe")
         if "num_workers" in changes:
             warn_about_workers(settings)
         self._live.change(changes)
         if not settings.has_host:
             self._cores.num_workers = settings.most_workers
-        if self._session is not None:
-            self._session.reconfigure(settings)
+        if self._opening is not None:
+            self._opening.reconfigure(settings)
 
     # State and statistics.
 
@@ -863,7 +863,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             Figures and a cause; `str` gives them in sentences. The load and the gains are
             predictions from the times of the batches so far.
         """
-        return Explanation() if self._session is None else self._session.explain()
+        return Explanation() if self._opening is None else self._opening.explain()
 
     def add_observer(self, observer: Observer) -> None:
         """Add an observer; it gets all events from now on.
@@ -898,7 +898,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     @property
     def _load(self) -> tuple[int, int, int]:
         """Numbers of ready workers, waiting requests and running requests."""
-        return (0, 0, 0) if self._session is None else self._session.load
+        return (0, 0, 0) if self._opening is None else self._opening.load
 
     @property
     def settings(self) -> Mapping[str, SettingValue]:
@@ -967,8 +967,8 @@ class DynBatcher(Generic[InputT, OutputT]):
     @property
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
-        if self._session is not None:
-            stats, calls = self._session.read_stats(), self._calls
+        if self._opening is not None:
+            stats, calls = self._opening.read_stats(), self._calls
             if isinstance(calls, SingleFlight):
                 stats = dataclasses.replace(stats, cache_lookups=len(calls.lookups))
             return stats
@@ -1002,14 +1002,14 @@ class DynBatcher(Generic[InputT, OutputT]):
             f"completed={stats.completed} failed={stats.failed}>"
         )
 
-    # The life of a session.
+    # The life of an opening.
 
-    def _begin_open(self, *, by_call: bool = False) -> Session:
-        """Make a session and start its workers, unless there is one; return the session."""
-        session = self._session
+    def _begin_open(self, *, by_call: bool = False) -> Opening:
+        """Make an opening and start its workers, unless there is one; return the opening."""
+        opening = self._opening
         is_new = self._status.state in (State.NEW, State.CLOSED, State.BROKEN)
-        if session is not None and not is_new:
-            return session
+        if opening is not None and not is_new:
+            return opening
         if not is_new:
             self._status.reject_call("it was not opened")  # draining without having been opened
         overridden = [
@@ -1028,21 +1028,21 @@ class DynBatcher(Generic[InputT, OutputT]):
             )
         _opened[self] = None
         self._was_opened_by_call = by_call
-        self._model.end_reload()  # of the previous session, if its event loop was closed meanwhile
+        self._model.end_reload()  # of the previous opening, if its event loop was closed meanwhile
         self._model.identify(self._settings)
-        self._session = self._calls = session = self._make_session()
+        self._opening = self._calls = opening = self._make_opening()
         cache = self._settings.cache
         if cache is not None:
-            self._calls = SingleFlight(session, cache, self._model, self._ledger)
+            self._calls = SingleFlight(opening, cache, self._model, self._ledger)
         self._cores.take()
         self._detach_finalizer()
         self._finalizer = weakref.finalize(self, _close_dropped, self._calls, self._status)
         self._finalizer.atexit = False  # the end of the interpreter ends what is left
         watch_loop(self._note_lag)
-        session.begin()
+        opening.begin()
         if self._is_served and self._status.state is State.OPENING:
-            self._status.start_lines = StartLines(self.name, session.describe_wait)
-        return session
+            self._status.start_lines = StartLines(self.name, opening.describe_wait)
+        return opening
 
     def _note_lag(self, seconds: float) -> bool | None:
         """Count the seconds for which the event loop was blocked; see `loop_watch`."""
@@ -1055,7 +1055,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._finalizer is not None:
             self._finalizer.detach()
 
-    def _make_session(self) -> Session:
+    def _make_opening(self) -> Opening:
         settings, status, ledger = self._settings, self._status, self._ledger
         parts = self._model, settings, status, ledger
         if session_makers:
@@ -1066,17 +1066,17 @@ class DynBatcher(Generic[InputT, OutputT]):
             check_control()
         if settings.has_host:
             # Most programs need no host.
-            from fast_batcher._host.client import RemoteSession
+            from fast_batcher._host.client import RemoteOpening
 
-            return RemoteSession(self._model, self._live, status, ledger)
-        return LocalSession(*parts)
+            return RemoteOpening(self._model, self._live, status, ledger)
+        return LocalOpening(*parts)
 
     async def _load_model(self, spec: ModelSpec) -> None:
-        """Replace the model of the session, unless the batcher was closed before this task ran."""
-        session = self._session
-        if session is None or self._status.state is not State.BROKEN:
-            session = self._accepting_session()
-        await (session.reload(spec) if session.can_reload else self._reopen(spec))
+        """Replace the model of the opening, unless the batcher was closed before this task ran."""
+        opening = self._opening
+        if opening is None or self._status.state is not State.BROKEN:
+            opening = self._accepting_opening()
+        await (opening.reload(spec) if opening.can_reload else self._reopen(spec))
 
     async def _reopen(self, spec: ModelSpec) -> None:
         """Open a broken batcher with another model, which it keeps if it can load it."""
@@ -1100,8 +1100,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         if not done.cancelled() and done.exception() is None:
             logger.info("%s: reloaded, generation %d", self.name, self.stats.generation)
 
-    def _find_session(self) -> Session:
-        """Return the session for calls on the running event loop; open a new batcher first."""
+    def _find_opening(self) -> Opening:
+        """Return the opening for calls on the running event loop; open a new batcher first."""
         self._require_own_process()
         status = self._status
         if status.state is State.NEW:
@@ -1112,7 +1112,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif (status.takes_calls or status.given_up is not None) and self._leave_closed_loop():
             self._warn_about_loops()
             self._begin_open(by_call=self._was_opened_by_call)
-        return self._accepting_session()
+        return self._accepting_opening()
 
     def _warn_about_loops(self) -> None:
         """Warn once that the calls of this program come on one event loop after the other."""
@@ -1125,23 +1125,23 @@ class DynBatcher(Generic[InputT, OutputT]):
                 self.name,
             )
 
-    def _find_calls(self) -> Session | SingleFlight:
+    def _find_calls(self) -> Opening | SingleFlight:
         """Return what takes calls on the running event loop."""
-        self._find_session()
-        assert self._calls is not None, "made with the session"
+        self._find_opening()
+        assert self._calls is not None, "made with the opening"
         return self._calls
 
     def _leave_closed_loop(self) -> bool:
-        """End a session whose event loop is closed; return False if it is that of the running loop.
+        """End an opening whose event loop is closed; return False if it is of the running loop.
 
         Raises:
-            RuntimeError: The session belongs to another loop, which is not closed.
+            RuntimeError: The opening belongs to another loop, which is not closed.
         """
-        session = self._session
-        assert session is not None, "its callers look"
-        if session.binding.loop is get_running_loop():
+        opening = self._opening
+        assert opening is not None, "its callers look"
+        if opening.binding.loop is get_running_loop():
             return False
-        if not session.binding.loop.is_closed():
+        if not opening.binding.loop.is_closed():
             raise RuntimeError(
                 f"{self.name}: a call came on another event loop than the batcher's, which is not "
                 f"closed; from other threads use submit() for one input, or {RUN_THREADSAFE}"
@@ -1150,27 +1150,27 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._end(self._settings.stop_timeout)
         return True
 
-    def _accepting_session(self, reason: str = "it takes no calls") -> Session:
-        """Return the session if calls are accepted, on any thread."""
-        if self._session is None or not self._status.takes_calls:
+    def _accepting_opening(self, reason: str = "it takes no calls") -> Opening:
+        """Return the opening if calls are accepted, on any thread."""
+        if self._opening is None or not self._status.takes_calls:
             self._status.reject_call(reason)
-        return self._session
+        return self._opening
 
     def _require_own_process(self) -> None:
-        """Raise if the session belongs to the process that this one was forked from."""
-        if self._session is not None and self._is_present(self._session):
-            self._session.binding.require_own_process()
+        """Raise if the opening belongs to the process that this one was forked from."""
+        if self._opening is not None and self._is_present(self._opening):
+            self._opening.binding.require_own_process()
 
     def _is_open(self) -> bool:
         """Whether it was opened in this process, and has neither drained nor lost its loop."""
-        session, states = self._session, (State.OPENING, State.OPEN, State.BROKEN)
-        if session is None or self._status.state not in states:
+        opening, states = self._opening, (State.OPENING, State.OPEN, State.BROKEN)
+        if opening is None or self._status.state not in states:
             return False
-        return not (session.binding.is_forked or session.binding.loop.is_closed())
+        return not (opening.binding.is_forked or opening.binding.loop.is_closed())
 
-    def _is_present(self, session: Session) -> bool:
-        """Return whether a session has neither ended nor been replaced by another one."""
-        return self._session is session and self._status.state is not State.CLOSED
+    def _is_present(self, opening: Opening) -> bool:
+        """Return whether an opening has neither ended nor been replaced by another one."""
+        return self._opening is opening and self._status.state is not State.CLOSED
 
     async def _enter(self, *, wait_ready: bool) -> None:
         """Register an owner and open the batcher; a call of `__aexit__` must follow."""
@@ -1181,7 +1181,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         except BaseException:
             # `__aexit__` will not be called, because `__aenter__` failed.
             self._owners.remove(owner)
-            is_ours = self._session is None or self._session.binding.loop is loop
+            is_ours = self._opening is None or self._opening.binding.loop is loop
             is_unused = owner.is_current and not self._owners.is_owned()
             if is_ours and is_unused and self._status.state is not State.DRAINING:
                 self._end(grace=0.0)
@@ -1195,14 +1195,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         drain ends `drain_timeout` seconds after the server's own handler.
         """
         logger.info("%s: not ready any more (SIGTERM)", self.name)
-        if self._session is not None and not self._status.is_leaving:
+        if self._opening is not None and not self._status.is_leaving:
             self._status.is_leaving = True
             seconds = lame_duck + self._settings.drain_timeout
             self._status.drain_until = monotonic() + seconds
-            get_running_loop().call_later(seconds, self._end_drain, self._session)
+            get_running_loop().call_later(seconds, self._end_drain, self._opening)
 
-    def _end_drain(self, session: Session) -> None:
-        if self._is_present(session):
+    def _end_drain(self, opening: Opening) -> None:
+        if self._is_present(opening):
             self._late_close = get_running_loop().create_task(self.aclose(), context=Context())
 
     def _end_opening(self) -> None:
@@ -1268,7 +1268,7 @@ GIVE_NAME = 'DynBatcher(..., name="...")'
 _closing_dropped: set[asyncio.Task[None]] = set()
 
 
-def _close_dropped(calls: Session | SingleFlight, status: Status) -> None:
+def _close_dropped(calls: Opening | SingleFlight, status: Status) -> None:
     """Close a batcher that was dropped while it was open, on its loop, and warn. Any thread."""
     if calls.binding.is_forked:
         return

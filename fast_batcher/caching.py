@@ -1,6 +1,6 @@
 """`LRUCache`, a bounded cache in memory for `DynBatcher(cache=...)`, and the default keys.
 
-Any process and thread. `_session/cache.py` looks outputs up, and `_local/` those of functions.
+Any process and thread. `_opening/cache.py` looks outputs up, and `_local/` those of functions.
 """
 
 import threading

@@ -25,13 +25,13 @@ from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.queue import Queue
 from fast_batcher._core.values import Batch, Release, Request, settle
 from fast_batcher._independence import MOST_INPUTS, find_dependence
+from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.life import CurrentModel, Status
+from fast_batcher._opening.opening import LocalOpening, Opening, Parts
 from fast_batcher._parent.sending import BatchSender, decode, dump_inputs, make_pickler
 from fast_batcher._parent.worker_handle import WorkerHandle
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
-from fast_batcher._session.ledger import Ledger
-from fast_batcher._session.life import CurrentModel, Status
-from fast_batcher._session.session import LocalSession, Parts, Session
 from fast_batcher._transport.pickling import describe
 from fast_batcher._worker.loop import limit_output, pickle_output, unpickle_item
 from fast_batcher.batcher import DynBatcher, list_open, session_makers
@@ -108,7 +108,7 @@ class BatcherKit:
         self._faults: deque[_Fault] = deque()
         self._lock = threading.Lock()
         # The batchers that have opened, with the sessions that serve them.
-        self._opened: list[tuple[DynBatcher[Any, Any], _KitSession]] = []
+        self._opened: list[tuple[DynBatcher[Any, Any], _KitOpening]] = []
 
     def __enter__(self) -> Self:
         """Begin to serve the batchers that open.
@@ -117,21 +117,21 @@ class BatcherKit:
             ConfigurationError: A batcher is open already, and no kit serves it.
         """
         for batcher in list_open():
-            if not isinstance(batcher._session, _KitSession):  # noqa: SLF001  part of the library
+            if not isinstance(batcher._opening, _KitOpening):  # noqa: SLF001  part of the library
                 raise ConfigurationError(
                     f"{batcher.name} is open already, and the kit would not serve it: enter the "
                     "kit before the app's lifespan; a fixture of a client asks for `batcher_kit`"
                 )
-        session_makers.append(self._make_session)
+        session_makers.append(self._make_opening)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close the batchers that are still open, and serve no more."""
-        session_makers.remove(self._make_session)
+        session_makers.remove(self._make_opening)
         self._hold_until(0)
         # An error of one batcher does not keep the others open.
         with ExitStack() as ends:
-            for batcher, _session in self._list_open():
+            for batcher, _opening in self._list_open():
                 ends.callback(batcher._end_test)  # noqa: SLF001  part of the library
         self._opened.clear()
 
@@ -215,28 +215,28 @@ class BatcherKit:
 
     def _hold_until(self, count: float) -> None:
         self._held_until = count
-        for _, session in self._list_open():
-            session.wake()
+        for _, opening in self._list_open():
+            opening.wake()
 
-    def _list_open(self) -> list[tuple[DynBatcher[Any, Any], "_KitSession"]]:
+    def _list_open(self) -> list[tuple[DynBatcher[Any, Any], "_KitOpening"]]:
         """List the batchers that have opened and were not closed."""
         return [
-            (batcher, session)
-            for batcher, session in self._opened
-            if batcher._is_present(session)  # noqa: SLF001  part of the library
+            (batcher, opening)
+            for batcher, opening in self._opened
+            if batcher._is_present(opening)  # noqa: SLF001  part of the library
         ]
 
-    def _make_session(
+    def _make_opening(
         self,
         batcher: DynBatcher[Any, Any],
         model: CurrentModel,
         settings: Settings,
         status: Status,
         ledger: Ledger,
-    ) -> Session:
-        session = _KitSession(self, model, self._change(settings), status, ledger)
-        self._opened = [*self._list_open(), (batcher, session)]
-        return session
+    ) -> Opening:
+        opening = _KitOpening(self, model, self._change(settings), status, ledger)
+        self._opened = [*self._list_open(), (batcher, opening)]
+        return opening
 
     def _change(self, settings: Settings) -> Settings:
         """Return the settings of a batcher under test."""
@@ -396,7 +396,7 @@ class _PicklingWorker(ThreadWorker):
 
 
 class _KitParts(Parts):
-    """The parts of a session for tests."""
+    """The parts of an opening for tests."""
 
     def __init__(self, kit: BatcherKit) -> None:
         self.kit = kit
@@ -414,8 +414,8 @@ class _KitParts(Parts):
         return make(*arguments, latency=lambda: self.kit.latency)
 
 
-class _KitSession(LocalSession):
-    """A session for tests: it records and holds batches, and lets calls fail."""
+class _KitOpening(LocalOpening):
+    """An opening for tests: it records and holds batches, and lets calls fail."""
 
     def __init__(
         self,
@@ -459,6 +459,6 @@ class _KitSession(LocalSession):
         super()._send(batch)
 
     def end(self, grace: float) -> None:
-        """End, and leave the kit, which has the inputs: a closed batcher keeps its session."""
+        """End, and leave the kit, which has the inputs: a closed batcher keeps its opening."""
         super().end(grace)
         self._kit_parts.kit = BatcherKit()

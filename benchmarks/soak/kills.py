@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from sessions import session_of
+from openings import opening_of
 
 from benchmarks.soak.models import Item, Journal, read_journal, right_answer
 from benchmarks.soak.report import Findings
@@ -108,7 +108,7 @@ class Run:
     def leave(self, task: asyncio.Future[Any]) -> None:
         """Cancel a call, and add the chance that a worker has it by now."""
         if not task.done():
-            scheduler = session_of(self.batcher).scheduler  # `stats` would cost too much
+            scheduler = opening_of(self.batcher).scheduler  # `stats` would cost too much
             running = scheduler.running
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()

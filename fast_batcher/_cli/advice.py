@@ -35,7 +35,7 @@ from fast_batcher._cli.model import (
     measure,
 )
 from fast_batcher._cli.simulation import Arrivals, open_scheduler, poisson, simulate, simulate_steps
-from fast_batcher._session.streams import Stream
+from fast_batcher._opening.streams import Stream
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherError
 from fast_batcher.stats import number

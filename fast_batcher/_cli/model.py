@@ -24,9 +24,9 @@ from fast_batcher._core.queue import WINDOW_BATCHES
 from fast_batcher._core.service_model import ServiceModel, Shape, ShapeModel
 from fast_batcher._core.values import Request
 from fast_batcher._independence import AT_RANDOM, find_dependence
+from fast_batcher._opening.kinds import BatchKind
+from fast_batcher._opening.outcomes import CostEvaluator
 from fast_batcher._process import read_rss
-from fast_batcher._session.kinds import BatchKind
-from fast_batcher._session.outcomes import CostEvaluator
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.configuration import find_similar
 from fast_batcher.errors import BatcherError

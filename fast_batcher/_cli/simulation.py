@@ -24,7 +24,7 @@ from fast_batcher._core.values import (
     Skip,
     settle_open,
 )
-from fast_batcher._session.kinds import BatchKind
+from fast_batcher._opening.kinds import BatchKind
 from fast_batcher.settings import Settings
 
 # Returns the seconds of a batch that begins at this moment, by the numbers of its requests.

@@ -5,7 +5,7 @@
     rendezvous   finds the key's host, or starts it
     launch       the process, its output and its end     ------>  main     the listener, stderr
     link         the connection                                   server   API processes, workers
-    client       `RemoteSession`: requests, outcomes     <----->  tenant   one API process
+    client       `RemoteOpening`: requests, outcomes     <----->  tenant   one API process
                                      messages, protocol, streams
 
 The rendezvous takes place in a private directory (`directory`), under a lock. The starter of a host

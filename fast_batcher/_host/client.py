@@ -1,9 +1,9 @@
-"""The session of an API process whose scheduler and workers are in the host process.
+"""The opening of an API process whose scheduler and workers are in the host process.
 
-    DynBatcher --accept--> RemoteSession --HostLink--> host: scheduler, workers
+    DynBatcher --accept--> RemoteOpening --HostLink--> host: scheduler, workers
                 callers <--settle--          <------
 
-API process, on the event loop's thread. `RemoteSession` follows the state of the host, which
+API process, on the event loop's thread. `RemoteOpening` follows the state of the host, which
 decides about queues, deadlines, batches and retries, and joins another host when it has died. The
 requests of one turn of the loop are one frame. Large arrays are copied into this process's range
 of the shared memory on arrival (`HostInputs`); the host names the rows to its workers, and tells
@@ -53,6 +53,11 @@ from fast_batcher._host.protocol import (
     unpack_error,
     unpack_failure,
 )
+from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.life import Changes, CurrentModel, LiveSettings, LoopBinding, Status
+from fast_batcher._opening.opening import Opening
+from fast_batcher._opening.outcomes import CostEvaluator, timeout_of
+from fast_batcher._opening.streams import ChunkQueue, add_chunk
 from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
 from fast_batcher._parent.staging import (
     LEAST_STAGED,
@@ -62,11 +67,6 @@ from fast_batcher._parent.staging import (
     StagedInput,
 )
 from fast_batcher._process import after_fork_in_child, monotonic
-from fast_batcher._session.ledger import Ledger
-from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, LoopBinding, Status
-from fast_batcher._session.outcomes import CostEvaluator, timeout_of
-from fast_batcher._session.session import Session
-from fast_batcher._session.streams import ChunkQueue, add_chunk
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
@@ -198,8 +198,8 @@ LOOK_INTERVAL = 2.0
 END_GRACE = 5.0
 
 
-class RemoteSession(Session):
-    """A session that passes requests to the host process of a shared batcher."""
+class RemoteOpening(Opening):
+    """An opening that passes requests to the host process of a shared batcher."""
 
     def __init__(
         self, model: CurrentModel, live: LiveSettings, status: Status, ledger: Ledger
@@ -776,7 +776,7 @@ class RemoteSession(Session):
         """Join the host, or start it."""
         self.status.begin()
         self._report(True)
-        _open_sessions.add(self)
+        _openings.add(self)
         self._link.join()
 
     def reconfigure(self, settings: Settings) -> None:
@@ -815,7 +815,7 @@ class RemoteSession(Session):
         self._end_reload(number, None if packed is None else unpack_error(packed))
 
     def _end_reload(self, number: int, error: BatcherError | None) -> None:
-        """Give a call of `reload` its outcome, unless the end of the session came first."""
+        """Give a call of `reload` its outcome, unless the end of the opening came first."""
         _, outcome = self._reloads.pop(number, (None, None))
         if outcome is None or outcome.done() or outcome.get_loop().is_closed():
             return
@@ -886,24 +886,24 @@ class RemoteSession(Session):
         self._stop_timer()
         self._link.close()
         self._inputs.close()
-        _open_sessions.discard(self)
+        _openings.discard(self)
 
 
 # Sessions that have not been ended. The references keep one whose batcher was dropped.
-_open_sessions: set[RemoteSession] = set()
+_openings: set[RemoteOpening] = set()
 # In a forked copy of the process the connections are closed.
-after_fork_in_child(_open_sessions.clear)
+after_fork_in_child(_openings.clear)
 
 
 @atexit.register
 def end_forgotten_sessions() -> None:
-    """End every session that was not ended: its host would wait for the next process."""
-    for session in [*_open_sessions]:
-        grace, has_ended = session.settings.stop_timeout, threading.Event()
-        if session.binding.runs_elsewhere and session.binding.call(session.end_for, has_ended):
+    """End every opening that was not ended: its host would wait for the next process."""
+    for opening in [*_openings]:
+        grace, has_ended = opening.settings.stop_timeout, threading.Event()
+        if opening.binding.runs_elsewhere and opening.binding.call(opening.end_for, has_ended):
             has_ended.wait(grace + END_GRACE)
         else:
-            session.end(grace)
+            opening.end(grace)
 
 
 def _open_values(values: bytes | list[Any]) -> tuple[list[Any], Callable[[Any], Any]]:

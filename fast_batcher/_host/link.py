@@ -27,9 +27,9 @@ from fast_batcher._host.messages import Generation, Handlers, Hello, Welcome, di
 from fast_batcher._host.protocol import MAX_DESCRIPTORS
 from fast_batcher._host.rendezvous import Joined, connect, replace_silent
 from fast_batcher._identity import describe_model, digest, find_module_file, list_paths
+from fast_batcher._opening.life import LiveSettings
 from fast_batcher._parent.staging import JobThread
 from fast_batcher._process import monotonic
-from fast_batcher._session.life import LiveSettings
 from fast_batcher._transport.channels import HEADER_SIZE, Kind, LoopChannel, unpack_header
 from fast_batcher._transport.logs import unpack_record
 from fast_batcher._transport.pickling import dumps, loads
@@ -128,7 +128,7 @@ class Reached(NamedTuple):
     connection: socket.socket
     welcome: Welcome
     # Descriptors of the host's memory and of the range's lifeline; None without any, or once the
-    # session has them.
+    # opening has them.
     memory: tuple[int, int] | None
     # The host if this process has started it.
     process: HostProcess | None

@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fast_batcher._host.identity import ProcessIdentity
-from fast_batcher._session.life import Changes
+from fast_batcher._opening.life import Changes
 from fast_batcher._transport.channels import Frame, Kind, pack_frame
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.model import ModelKind

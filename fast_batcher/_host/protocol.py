@@ -9,7 +9,7 @@ import pickle
 from typing import Any
 
 from fast_batcher._core.values import Failure, Group, Request, SessionPlace
-from fast_batcher._session.streams import ChunkSink
+from fast_batcher._opening.streams import ChunkSink
 from fast_batcher._transport.pickling import (
     PROTOCOL,
     Measured,

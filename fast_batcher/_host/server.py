@@ -1,6 +1,6 @@
-"""The host's server: accepts API processes, and connects them to the one session.
+"""The host's server: accepts API processes, and connects them to the one opening.
 
-    API processes ==> Tenant --accept--> HostSession (scheduler, pool) ==> workers
+    API processes ==> Tenant --accept--> HostOpening (scheduler, pool) ==> workers
 
 Host process, on the event loop's thread. The first API process brings settings and model; all that
 come later have the same, because these are part of the key of the host. After a reload of any of
@@ -48,13 +48,13 @@ from fast_batcher._host.tenant import (
     Tenant,
 )
 from fast_batcher._observers import PickledContexts
+from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.life import Changes, CurrentModel, LiveSettings, Status
+from fast_batcher._opening.opening import LocalOpening, Parts
 from fast_batcher._parent.sending import BatchSender
 from fast_batcher._parent.staging import MemoryService
 from fast_batcher._parent.worker_handle import Exit, WorkerHandle
 from fast_batcher._process import monotonic
-from fast_batcher._session.ledger import Ledger
-from fast_batcher._session.life import Changes, CurrentModel, LiveSettings, Status
-from fast_batcher._session.session import LocalSession, Parts
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._transport.channels import Kind
@@ -268,7 +268,7 @@ class MemoryRanges:
 
 
 class HostParts(Parts):
-    """The parts of a session that takes inputs and outputs as bytes."""
+    """The parts of an opening that takes inputs and outputs as bytes."""
 
     def __init__(self, range_size: int) -> None:
         # Bytes of the memory of one API process.
@@ -302,8 +302,8 @@ class HostParts(Parts):
         """Make none: the API processes have called the user's functions."""
 
 
-class HostSession(LocalSession):
-    """The session of all API processes: reports each change of its workers.
+class HostOpening(LocalOpening):
+    """The opening of all API processes: reports each change of its workers.
 
     It takes inputs and outputs as bytes: the host must not import the types of the app.
     """
@@ -477,7 +477,7 @@ class HostServer:
         self._groups = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
-        self._begun: HostSession | None = None
+        self._begun: HostOpening | None = None
         # Handlers of messages that are not about requests.
         self._handlers: Handlers = {
             Kind.PING: lambda tenant: tenant.send(Kind.PONG, dumps(())),
@@ -577,7 +577,7 @@ class HostServer:
 
     def _remove(self, tenant: Tenant) -> None:
         tenant.leave()
-        self._session.ranges.leave(tenant)
+        self._opening.ranges.leave(tenant)
 
     def _see_off(self, tenant: Tenant) -> None:
         """Let a process go that has closed its batcher."""
@@ -588,7 +588,7 @@ class HostServer:
         self._tenancy.said_goodbye(monotonic(), tenant.id, age)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
             self._stop_reporting(tenant)
-            tenant.tell(messages.StateSent(self._session.describe_state()))
+            tenant.tell(messages.StateSent(self._opening.describe_state()))
             tenant.close()
         else:
             self._waiting.append(tenant)
@@ -602,8 +602,8 @@ class HostServer:
         """
         if (
             self._shared_by is None
-            or self._session.status.state is State.BROKEN
-            or self._session.find_changed_file() is not None
+            or self._opening.status.state is State.BROKEN
+            or self._opening.find_changed_file() is not None
             or has_rival(self._listener)
         ):
             return None, inf
@@ -611,9 +611,9 @@ class HostServer:
         return (child, age) if age < monotonic() - self._joined_at else (None, inf)
 
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
-        session = tenant.session = self._begun or self._begin(hello)
+        opening = tenant.opening = self._begun or self._begin(hello)
         tenant.handle(self._handlers)
-        grant = session.ranges.grant(tenant)
+        grant = opening.ranges.grant(tenant)
         start, length, *fds = grant or (0, 0)
         welcome = Welcome(identify_process(os.getpid()), start, length, self._find_room())
         try:
@@ -629,50 +629,50 @@ class HostServer:
             self._release_output()
         if hello.observes:
             self._observe(tenant)
-        tenant.tell(messages.Reconfigure(session.live.changes))
+        tenant.tell(messages.Reconfigure(opening.live.changes))
         self._merge_settings(tenant, hello.changes)
         self._compare_generations(tenant, hello.generation)
-        tenant.tell(messages.StateSent(session.describe_state()))
+        tenant.tell(messages.StateSent(opening.describe_state()))
 
     def _find_group(self, method: str | None, key: bytes | None) -> Group:
         """Return the group of the requests of a method that have this packed key."""
         group = self._groups.get((method, key))
         if group is None:
-            of = None if method is None else self._session.methods[method]
+            of = None if method is None else self._opening.methods[method]
             group = self._groups[method, key] = Group(key, of)
         return group
 
     def _find_room(self) -> int:
         """Requests of one API process for which the queue has room."""
         # Each API process may take its part before it hears of the others.
-        return self._session.queue_room // max(1, len(self._tenants))
+        return self._opening.queue_room // max(1, len(self._tenants))
 
-    # The session.
+    # The opening.
 
     @property
-    def _session(self) -> HostSession:
+    def _opening(self) -> HostOpening:
         assert self._begun is not None, "the first `Hello` has begun it"
         return self._begun
 
-    def _begin(self, hello: Hello) -> HostSession:
+    def _begin(self, hello: Hello) -> HostOpening:
         sys.path[:] = hello.sys_path
         logging.getLogger().setLevel(hello.root_level)
         logging.getLogger("fast_batcher").setLevel(hello.library_level)
         logging.captureWarnings(hello.captures_warnings)
         logging.getLogger().addHandler(self._logs)
-        session = self._begun = HostSession(hello, self.push_soon)
+        opening = self._begun = HostOpening(hello, self.push_soon)
         self._watch_supervisor(hello.supervisor)
         self._shared_by = hello.supervisor if hello.is_shared else None
-        session.begin()
-        return session
+        opening.begin()
+        return opening
 
     def _merge_settings(self, _: Tenant, changes: Changes) -> None:
         """Use changes that are later than those of before, and tell every process."""
-        session = self._session
-        if session.live.merge(changes):
-            session.reconfigure(session.live.current)
+        opening = self._opening
+        if opening.live.merge(changes):
+            opening.reconfigure(opening.live.current)
             for tenant in self._tenants.values():
-                tenant.tell(messages.Reconfigure(session.live.changes))
+                tenant.tell(messages.Reconfigure(opening.live.changes))
             self.push_soon()
 
     # Reloads. All processes hear of the beginning and the end of a reload between the answers, so
@@ -680,7 +680,7 @@ class HostServer:
 
     def _compare_generations(self, tenant: Tenant, generation: Generation) -> None:
         """Let the workers follow a process with a later model, or let the process follow."""
-        present = self._session.generation
+        present = self._opening.generation
         if self._newest is None or generation.number > self._newest.number:
             self._newest = generation
         if self._reload is not None:
@@ -694,7 +694,7 @@ class HostServer:
         if self._reload is None:
             self._begin_reload(generation, caller, call)
             return
-        name = self._session.status.name
+        name = self._opening.status.name
         error = ConfigurationError(f"{name}: a reload runs; wait for its end")
         caller.tell(messages.Reloaded(call, pack_error(error)))
 
@@ -708,10 +708,10 @@ class HostServer:
         self._reload = self._loop.create_task(work, context=Context())
 
     async def _run_reload(self, generation: Generation, caller: Tenant | None, call: int) -> None:
-        session = self._session
+        opening = self._opening
         error: BatcherError | None = None
         try:
-            await session.load_generation(generation)
+            await opening.load_generation(generation)
         except Exception as raised:  # noqa: BLE001  the caller gets it
             error = raised if isinstance(raised, BatcherError) else BatcherError(one_line(raised))
         self._reload = None
@@ -721,19 +721,19 @@ class HostServer:
         is_called = caller is not None
         # A new model is later than all others; so is the present one if a later cannot be loaded.
         if is_loaded == is_called:
-            session.number_generation(newest.number + 1)
-            newest = self._newest = session.generation
+            opening.number_generation(newest.number + 1)
+            newest = self._newest = opening.generation
         self._push()
         # The caller last: what it knows of all others know if this process dies now.
         for tenant in sorted(self._tenants.values(), key=lambda tenant: tenant is caller):
-            tenant.tell(messages.ReloadEnded(session.generation))
+            tenant.tell(messages.ReloadEnded(opening.generation))
         if caller is not None:
             caller.tell(messages.Reloaded(call, None if error is None else pack_error(error)))
-        if newest.number > session.generation.number:
+        if newest.number > opening.generation.number:
             self._begin_reload(newest)
 
     def _observe(self, tenant: Tenant) -> None:
-        self._session.observe(self._events)
+        self._opening.observe(self._events)
         self._reporting.joined(tenant.id)
         self._choose_reporter()
 
@@ -764,7 +764,7 @@ class HostServer:
     def _find_reader(self) -> Tenant | None:
         """Return the API process that gets logs: the first one that reads them."""
         for tenant in self._present():
-            if tenant.session is not None and not tenant.is_stalled:
+            if tenant.opening is not None and not tenant.is_stalled:
                 return tenant
         return None
 
@@ -794,14 +794,14 @@ class HostServer:
         self._is_push_scheduled = False
         if not self._tenants:
             return
-        state = messages.StateSent(self._session.describe_state())
+        state = messages.StateSent(self._opening.describe_state())
         for tenant in [*self._tenants.values()]:
-            if tenant.session is not None:
+            if tenant.opening is not None:
                 tenant.report_freed()
                 tenant.report_unplaced()
                 tenant.tell_news(state)
                 self._reporting.state_sent(monotonic(), tenant.id)
-        if self._session.status.start_error is not None:
+        if self._opening.status.start_error is not None:
             self._end()
 
     # The end.

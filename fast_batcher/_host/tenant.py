@@ -26,9 +26,9 @@ from fast_batcher._host.protocol import (
     pack_outcome,
 )
 from fast_batcher._observers import Carried, restore_context
+from fast_batcher._opening.streams import ChunkSink
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import CopyState, StagedInput
-from fast_batcher._session.streams import ChunkSink
 from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.channels import Kind, LoopChannel
 from fast_batcher._transport.pickling import (
@@ -42,7 +42,7 @@ from fast_batcher._transport.pickling import (
 from fast_batcher.errors import UnsendableValueError
 
 if TYPE_CHECKING:
-    from fast_batcher._session.session import LocalSession
+    from fast_batcher._opening.opening import LocalOpening
 
 
 class RowInput(Measured):
@@ -211,7 +211,7 @@ class Tenant:
         self._on_end = on_end
         self._find_group, self._find_room = find_group, find_room
         # None until it has introduced itself.
-        self.session: LocalSession | None = None
+        self.opening: LocalOpening | None = None
         self._requests: dict[int, Request] = {}
         # The sessions of its callers by id, until it sends `EndSessions`.
         self._sessions: dict[int, SessionPlace] = {}
@@ -255,15 +255,15 @@ class Tenant:
         options: dict[int, Any],
         contexts: dict[int, Carried] | None,
     ) -> None:
-        session = self.session
-        assert session is not None, "`Hello` is the first message"
+        opening = self.opening
+        assert opening is not None, "`Hello` is the first message"
         values = (
             loads(inputs)
             if isinstance(inputs, bytes)
             else [self._unpack(*pair) for pair in zip(ids, inputs, strict=True)]
         )
         self._received += len(ids)
-        make_caller = SteppedCaller if session.kind.gives_chunks else HostCaller
+        make_caller = SteppedCaller if opening.kind.gives_chunks else HostCaller
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, make_caller(self, request_id))
             if position in options:
@@ -271,7 +271,7 @@ class Tenant:
             if type(value) is RowInput:
                 request.staged = value.staged
             self._requests[request_id] = request
-            session.accept(request)
+            opening.accept(request)
         if contexts:
             self._note_contexts(ids, contexts)
 
@@ -285,14 +285,14 @@ class Tenant:
     def _abandon(self, ids: list[int]) -> None:
         for request_id in ids:
             request = self._requests.pop(request_id, None)
-            if request is not None and self.session is not None:
-                self.session.abandon(request)
+            if request is not None and self.opening is not None:
+                self.opening.abandon(request)
 
     def _end_sessions(self, session_ids: list[int]) -> None:
         for session_id in session_ids:
             session = self._sessions.pop(session_id, None)
-            if session is not None and self.session is not None:
-                self.session.end_session(session)
+            if session is not None and self.opening is not None:
+                self.opening.end_session(session)
 
     def report_unplaced(self) -> None:
         """Tell the API process which sessions have no place: only the host knows."""
@@ -326,11 +326,11 @@ class Tenant:
         request.cost = cost
         if group is not None:
             request.group = self._find_group(*group)
-        if session is not None and self.session is not None:
+        if session is not None and self.opening is not None:
             session_id, idle_timeout, may_begin = session
             place = self._sessions.setdefault(session_id, SessionPlace(idle_timeout))
             request.session, place.may_begin = place, may_begin
-            self.session.begin_session()
+            self.opening.begin_session()
         if is_stream:
             request.caller = HostStream(self, request_id)
 

@@ -1,7 +1,7 @@
 """Batching inside the program's own process: the implementation of the decorators.
 
     caller on an event loop --> LoopCalls (calls of one turn) --.
-    caller that blocks its thread ------------------------------+--> FunctionSession
+    caller that blocks its thread ------------------------------+--> FunctionOpening
          ^                                                            (Scheduler)
          |                                                                 |
          +--- LoopCalls: one wake-up per batch <--- Ledger <--- thread or task

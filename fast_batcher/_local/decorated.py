@@ -33,7 +33,7 @@ from fast_batcher._identity import identify_function
 from fast_batcher._local.function import DecoratorSettings, Function, UserFunction, bind_weakly
 from fast_batcher._local.session import (
     Counts,
-    FunctionSession,
+    FunctionOpening,
     LoopCalls,
     SessionWait,
     compute_inline,
@@ -42,10 +42,10 @@ from fast_batcher._local.session import (
     run_inline,
     running_batch,
 )
+from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.offload import offload
+from fast_batcher._opening.output_cache import OutputCache
 from fast_batcher._process import at_fork
-from fast_batcher._session.ledger import Ledger
-from fast_batcher._session.offload import offload
-from fast_batcher._session.output_cache import OutputCache
 from fast_batcher.errors import BatcherClosedError
 from fast_batcher.settings import suggest_parameter
 from fast_batcher.types import BatchProcessorStats, PriorityStrategy
@@ -73,7 +73,7 @@ class LocalBatcher:
         self._ledger = Ledger(self._function.name, self._settings.observers)
         self._is_closed = False
         # Sessions, by the event loop that computes their batches; None for a thread.
-        self._sessions: dict[asyncio.AbstractEventLoop | None, FunctionSession] = {}
+        self._sessions: dict[asyncio.AbstractEventLoop | None, FunctionOpening] = {}
         # Calls, by the callers' event loop. A call from a new loop removes those of closed loops.
         self._loops: dict[asyncio.AbstractEventLoop, LoopCalls] = {}
         # Ends the thread, if there is one, when this batcher is collected.
@@ -92,7 +92,7 @@ class LocalBatcher:
         computing = compute_inline(self._function, items, self._settings.batch_size)
         return run_inline(computing, is_async=self._function.is_async)
 
-    def _wait(self, session: FunctionSession, items: Sequence[Any]) -> list[Any]:
+    def _wait(self, session: FunctionOpening, items: Sequence[Any]) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
         requests = make_requests(items, future, self._settings)
         session.keep_context(requests)
@@ -172,7 +172,7 @@ class LocalBatcher:
                     await asyncio.shield(asyncio.wrap_future(session.ended))
                     session.worker.join()
 
-    def _close(self, *, cancel: bool) -> list[FunctionSession]:
+    def _close(self, *, cancel: bool) -> list[FunctionOpening]:
         calls = None
         with contextlib.suppress(RuntimeError):  # no loop runs in this thread
             calls = self._loops.get(asyncio.get_running_loop())
@@ -214,7 +214,7 @@ class LocalBatcher:
             session.close(cancel=True)
         return calls
 
-    def _session_on(self, loop: asyncio.AbstractEventLoop | None) -> FunctionSession:
+    def _session_on(self, loop: asyncio.AbstractEventLoop | None) -> FunctionOpening:
         """Return the session whose batches run on this loop, or in a thread. Call with the lock."""
         if self._is_closed:
             raise BatcherClosedError(
@@ -223,7 +223,7 @@ class LocalBatcher:
         session = self._sessions.get(loop)
         if session is None:
             parts = self._counts, self._ledger, self._lock, self._loops, loop
-            session = FunctionSession(self._function, self._settings, *parts)
+            session = FunctionOpening(self._function, self._settings, *parts)
             self._sessions[loop] = session
             if loop is None:
                 # Neither thread nor session refers to this batcher: it can be collected while the

@@ -1,6 +1,6 @@
 """Sessions of decorated functions: callers, batches, threads and tasks that compute. Any thread.
 
-A `FunctionSession` is for a decorated function what a `LocalSession` is for a `DynBatcher`: it
+A `FunctionOpening` is for a decorated function what a `LocalOpening` is for a `DynBatcher`: it
 drives a scheduler, and the `Ledger` gives its callers their outcomes. It needs no event loop: the
 events are calls and the ends of batches, and no request has a deadline, so there is no timer. The
 scheduler belongs to one thread at a time, so each event is applied under a lock, which is never
@@ -56,8 +56,8 @@ from fast_batcher._local.function import (
     length_of,
 )
 from fast_batcher._observers import BatchContexts
+from fast_batcher._opening.ledger import GONE, Ledger
 from fast_batcher._process import at_fork
-from fast_batcher._session.ledger import GONE, Ledger
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -134,7 +134,7 @@ class LoopCalls:
 
     def __init__(
         self,
-        session: "FunctionSession",
+        session: "FunctionOpening",
         loop: asyncio.AbstractEventLoop,
         settings: DecoratorSettings,
     ) -> None:
@@ -350,7 +350,7 @@ class Counts:
         self.seconds += seconds
 
 
-class FunctionSession:
+class FunctionOpening:
     """Accepts requests from any thread, and settles each of them once."""
 
     def __init__(
@@ -602,10 +602,10 @@ class FunctionThread(threading.Thread):
     if it computes.
     """
 
-    def __init__(self, session: FunctionSession) -> None:
+    def __init__(self, session: FunctionOpening) -> None:
         super().__init__(name=f"fast_batcher {session.function.name}", daemon=True)
         # The session; None after the end, to break the reference cycle with it.
-        self._session: FunctionSession | None = session
+        self._session: FunctionOpening | None = session
         # `SimpleQueue.put` is reentrant: a finalizer may call `stop` between any two instructions.
         self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
         self.start()
@@ -646,7 +646,7 @@ class FunctionThread(threading.Thread):
             session.close(cancel=True)
 
 
-def _compute_on_thread(session: FunctionSession, batch: Batch, runner: asyncio.Runner) -> None:
+def _compute_on_thread(session: FunctionOpening, batch: Batch, runner: asyncio.Runner) -> None:
     started = monotonic()
     try:
         # The call is made in this frame, which `settle` removes from the traceback.
@@ -684,7 +684,7 @@ class FunctionTask:
     queue.
     """
 
-    def __init__(self, session: FunctionSession) -> None:
+    def __init__(self, session: FunctionOpening) -> None:
         self._session = session
         # The batch whose task has not begun.
         self._next: Batch | None = None

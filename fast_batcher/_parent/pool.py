@@ -4,7 +4,7 @@
       ^                   |  ^                              |
       +-- ready, lost ----+  +--------- WorkerEvents -------+
 
-There is one pool per session, with the records of its workers (`WorkerHandle`), by id. The fleet
+There is one pool per opening, with the records of its workers (`WorkerHandle`), by id. The fleet
 (`_core/fleet.py`) decides which worker is started, replaced or ended; the pool does it.
 
 Parent process. Everything runs on the event loop's thread, except `WorkerHandle.spawn`, which the
@@ -349,7 +349,7 @@ class Pool:
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers in turn; undo it and raise if a worker cannot load the model."""
-        assert self._reloaded is None, "the session allows one at a time"
+        assert self._reloaded is None, "the opening allows one at a time"
         if self.is_closing:
             raise self._make_closed_error()
         self._reloaded = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
 """Batches to workers and their answers, as frames or in shared memory. Parent, event loop's thread.
 
-    session --compute--> FrameWorker --> BatchSender --frames--> worker
-    session <--BatchEvents-- FrameWorker <--frames-- worker
+    opening --compute--> FrameWorker --> BatchSender --frames--> worker
+    opening <--BatchEvents-- FrameWorker <--frames-- worker
 
 A batch is usually one frame. The other paths of `BatchSender` serve a batch with an input that
 cannot be pickled, a batch larger than a frame, and large inputs, which go through memory that is
@@ -72,7 +72,7 @@ def _unreadable(error: BaseException) -> Failure:
 
 
 class BatchSender:
-    """Sends the batches of a session to its ready workers."""
+    """Sends the batches of an opening to its ready workers."""
 
     # Makes the outcome of one request. A host leaves it to the caller.
     decode = staticmethod(decode)

@@ -1,7 +1,7 @@
 """Staging: copies of large inputs in shared memory, made on arrival. Parent, event loop's thread.
 
     InputArena     copies inputs behind each other, on arrival
-    MemoryService  the shared memory of a session, and the thread that copies large values
+    MemoryService  the shared memory of an opening, and the thread that copies large values
     JobThread      a thread that runs blocking jobs, one after the other
 
 An array or tensor is copied behind earlier inputs of the same layout, so that a batch is contiguous
@@ -140,7 +140,7 @@ class OpenSlab:
 class MemoryService:
     """Owner of the slabs for large inputs and of the copier thread.
 
-    `InputArena` and `BatchSender` use both, the session the thread; the pool returns unused memory
+    `InputArena` and `BatchSender` use both, the opening the thread; the pool returns unused memory
     to the system with its heartbeat.
     """
 

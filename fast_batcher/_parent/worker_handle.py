@@ -1,6 +1,6 @@
-"""The seam between a session and its workers: batches to a worker, and outcomes from it.
+"""The seam between an opening and its workers: batches to a worker, and outcomes from it.
 
-    session  --compute, skip, order-->  WorkerHandle  --BatchEvents-->   session
+    opening  --compute, skip, order-->  WorkerHandle  --BatchEvents-->   opening
     pool     --spawn, signal, reap-->   WorkerHandle  --WorkerEvents-->  pool
 
 A `WorkerHandle` is the record of one worker. How batches reach a worker is the handle's own affair:

@@ -32,9 +32,9 @@ from models.loading import (
 from models.ordinary import Gated, GatedOnLoad, Holds, Noisy, Whereabouts
 from models.raising import EXCEPTIONS, Raises
 from models.returning import OUTPUTS, Returns
+from openings import pids_of
 from packed_frames import pack
 from programs import Start, program, run_command
-from sessions import pids_of
 from waits import (
     LIMIT,
     Gate,
@@ -558,7 +558,7 @@ def test_no_worker_outlives_its_parent(program: Start, gate: Gate, state: str) -
         async def main():
             batcher = DynBatcher({model}, num_workers={2 if state == "idle" else 1})
             await batcher.open(wait_ready={state != "loading"})
-            tell([one.pid for one in session_of(batcher).pool.alive()])
+            tell([one.pid for one in opening_of(batcher).pool.alive()])
             if {state!r} != "idle":
                 await batcher.process_batched(1)
             await asyncio.Event().wait()
@@ -604,7 +604,7 @@ def test_program_without_stop_exits(
                     batcher.submit(1)
                     while not batcher.stats.running:
                         await asyncio.sleep(0)
-                tell(session_of(batcher).pool.alive()[0].pid)
+                tell(opening_of(batcher).pool.alive()[0].pid)
 
         asyncio.run(main())
         gc.collect()
@@ -647,7 +647,7 @@ def test_program_with_daemon_loop_exits_silently(program: Start, kind: str) -> N
             batchers = [DynBatcher(models.base.Echo, num_workers=2, name=name) for name in "abc"]
             for batcher in batchers:
                 await batcher.open()
-            pools = [session_of(batcher).pool for batcher in batchers]
+            pools = [opening_of(batcher).pool for batcher in batchers]
             tell([one.pid for pool in pools for one in pool.alive()])
             is_open.set()
             await asyncio.Event().wait()
@@ -888,7 +888,7 @@ def test_suspended_process_group_loses_no_worker(program: Start) -> None:
                         tell(type(error).__name__)
                     beats = set()
                     while len(beats) < 4:
-                        beats.add(session_of(batcher).pool._heartbeat_timer)
+                        beats.add(opening_of(batcher).pool._heartbeat_timer)
                         await asyncio.sleep(0)
                 tell(await batcher.process_batched(None))
                 tell(batcher.stats.restarts)

@@ -14,7 +14,7 @@ import pytest
 from models.crashing import Bomb
 from models.ordinary import Slow
 from models.remembering import Counted, Diary, Framed, Held, Line, Mixed, Unwilling
-from sessions import PLACES, every_place, host_of, pids_of, session_of
+from openings import PLACES, every_place, host_of, opening_of, pids_of
 from waits import LIMIT, Gate, assert_balance, both_loops, call, one_loop, outcome, turns, until
 
 from fast_batcher import (
@@ -239,7 +239,7 @@ async def test_a_worker_that_the_batcher_itself_does_not_need_keeps_its_sessions
         sessions = [batcher.session() for _ in range(4)]
         for session in sessions:
             await session.process_batched(Line("s", 1))
-        session_of(batcher)._leaving = 1  # as after two minutes of little load
+        opening_of(batcher)._leaving = 1  # as after two minutes of little load
         await until(lambda: batcher.stats.workers_ready == 1)
         for session in sessions:
             await session.process_batched(Line("s", 2))
@@ -543,7 +543,7 @@ async def test_no_call_of_a_session_goes_behind_the_goodbye_to_its_host() -> Non
     host.suspend()
     try:
         closing = asyncio.create_task(batcher.aclose())
-        await until(batcher._session._link._leaving.is_set)  # type: ignore[union-attr]
+        await until(batcher._opening._link._leaving.is_set)  # type: ignore[union-attr]
         calls = [asyncio.create_task(one.process_batched(Line("s", 2))) for one in (session, other)]
         await turns()
     finally:

@@ -14,7 +14,7 @@ from models.base import Echo
 from waits import LIMIT, ONE_LOOP, call, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._session.cache import MOST_BYTES, MOST_PARTS, SLICE
+from fast_batcher._opening.cache import MOST_BYTES, MOST_PARTS, SLICE
 from fast_batcher.testing import BatcherKit
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models.methods import Both, Holds, MarkedInfer, OnlyMethods
-from sessions import Make, make, own_directory
+from openings import Make, make, own_directory
 from waits import Gate, assert_balance
 
 from fast_batcher import (

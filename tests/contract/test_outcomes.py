@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 import pytest
-from sessions import session_of
+from openings import opening_of
 from waits import LIMIT, until
 
 from fast_batcher import DynBatcher, InferenceModel
@@ -35,7 +35,7 @@ async def test_wrong_number_of_outcomes_breaks_the_protocol(count: int) -> None:
     Waits.is_over.clear()
     async with DynBatcher(Waits, workers="threads") as batcher:
         calls = [asyncio.create_task(batcher.process_batched(number)) for number in range(2)]
-        session = session_of(batcher)
+        session = opening_of(batcher)
         await until(lambda: bool(session.scheduler.list_batches()))
         (batch,) = session.scheduler.list_batches()
         message = f"{count} outcomes came back for 2 requests"

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 from models.versions import Versioned
+from openings import Make, host_of, make, own_directory, pids_of
 from recorder import Load
-from sessions import Make, host_of, make, own_directory, pids_of
 from shared_client import client
 from shared_client import make as shared
 from waits import assert_balance, call, outcome, until

@@ -33,10 +33,10 @@ from models.returning import UNPICKLABLE, RefusesPickling, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, NeedsFileAndDies, Web
 from models.stages import InStages
+from openings import Make, frames_of, needs_pickling, own_directory, pids_of
+from openings import make as make_in_processes
+from openings import make_any as make
 from recorder import Recorder
-from sessions import Make, frames_of, needs_pickling, own_directory, pids_of
-from sessions import make as make_in_processes
-from sessions import make_any as make
 from waits import (
     LIMIT,
     SOON,
@@ -65,7 +65,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 from fast_batcher._core import host
-from fast_batcher._host.client import RemoteSession
+from fast_batcher._host.client import RemoteOpening
 from fast_batcher.caching import LRUCache
 from fast_batcher.observing import WorkerChanged
 
@@ -620,8 +620,8 @@ async def test_session_reopens_after_failed_start(make: Make, tmp_path: Path) ->
     await batcher.open(wait_ready=False)
     assert isinstance(await outcome(call(batcher, 1)), WorkerStartupError)
     await until(lambda: batcher.state == "broken")
-    if isinstance(batcher._session, RemoteSession):
-        link = batcher._session._link
+    if isinstance(batcher._opening, RemoteOpening):
+        link = batcher._opening._link
         await until(lambda: not link.is_connected)
     await turns(50)
     assert batcher.state == "broken"

@@ -17,7 +17,7 @@ from models.stages import (
     Threads,
     WarmsUp,
 )
-from sessions import session_of
+from openings import opening_of
 from waits import SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import (
@@ -49,7 +49,7 @@ class Follower(Observer):
 
 def last_begun(batcher: DynBatcher[Any, Any]) -> int | None:
     """The batch that the only worker began to compute last."""
-    (worker,) = session_of(batcher).pool.alive()
+    (worker,) = opening_of(batcher).pool.alive()
     return worker.read_begun()
 
 
@@ -230,7 +230,7 @@ async def test_prepare_frees_shared_memory_of_large_inputs() -> None:
     async with DynBatcher(Halves, 4) as batcher:
         rows = [np.full(2**17, number, np.float64) for number in range(24)]
         assert await batcher.process_many(rows) == [number * 2**16 for number in range(24)]
-        slabs = session_of(batcher).memory.slabs
+        slabs = opening_of(batcher).memory.slabs
         assert isinstance(slabs, Slabs)
         await until(lambda: not slabs.taken_bytes)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from models.base import Echo
 from models.stepped import Counter, Plan
+from openings import Make, make_any, own_directory
 from recorder import Recorder
-from sessions import Make, make_any, own_directory
 from waits import LIMIT, both_loops, one_loop, until
 
 from fast_batcher import DynBatcher, InferenceError, WorkerLostError

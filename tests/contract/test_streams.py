@@ -15,7 +15,7 @@ import pytest
 from models.base import Echo
 from models.ordinary import Slow
 from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
-from sessions import PLACES, block_until_host_answers, every_place, host_of, session_of
+from openings import PLACES, block_until_host_answers, every_place, host_of, opening_of
 from streams import read, whole
 from waits import LIMIT, SOON_IN_WORKER, assert_balance, both_loops, one_loop, outcome, turns, until
 
@@ -38,7 +38,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 from fast_batcher._core.scaling import PATIENCE
-from fast_batcher._session.streams import MOST_BUFFERED
+from fast_batcher._opening.streams import MOST_BUFFERED
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit, WorkerKind
 
@@ -297,7 +297,7 @@ async def test_infer_timeout_counts_again_when_a_paused_stream_is_read() -> None
     async with DynBatcher(Counter, model_args=(0.001,), timeout=None, **options) as batcher:
         stream = await batcher.stream(Plan("hangs", ENDLESS, 2000, "hang"))
         await until(lambda: is_full(stream))
-        session = session_of(batcher)
+        session = opening_of(batcher)
         await until(lambda: session.scheduler.next_expiry == math.inf)
         for count in range(1, 2000):
             assert await anext(stream) == f"hangs:{count}"
@@ -1029,7 +1029,7 @@ async def test_random_deaths() -> None:
             calls = [asyncio.create_task(read(batcher, plan)) for plan in plans]
             whole_call = asyncio.create_task(batcher.process_batched(Plan("w", 60)))
             await asyncio.sleep(rng.random() * 0.05)
-            workers = batcher._session.pool.workers.values()  # type: ignore[union-attr]
+            workers = batcher._opening.pool.workers.values()  # type: ignore[union-attr]
             pids = [worker.pid for worker in workers if worker.is_serving]
             if pids:
                 os.kill(rng.choice(pids), signal.SIGKILL)

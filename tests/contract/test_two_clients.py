@@ -15,13 +15,13 @@ import pytest
 from memory_files import memory_of
 from models.large import digest
 from models.shared import Batches
+from openings import host_of, own_directory
 from programs import run_command
-from sessions import host_of, own_directory
 from shared_client import client, decode, make
 from waits import ONE_LOOP, Gate, Watch, call, outcome, turns, until
 
 from fast_batcher import ConfigurationError, DynBatcher
-from fast_batcher._host.client import RemoteSession
+from fast_batcher._host.client import RemoteOpening
 from fast_batcher._host.protocol import MAX_RANGES
 from fast_batcher._shared_memory.inputs import Slabs
 
@@ -178,8 +178,8 @@ async def test_process_returns_memory_that_it_has_not_used_for_a_while() -> None
         array = np.ones(2_000_000, np.uint8)
         for _ in range(2):  # only the first large input is sent through the socket
             await batcher.process_batched(array)
-        assert isinstance(batcher._session, RemoteSession)
-        memory = batcher._session._inputs.memory
+        assert isinstance(batcher._opening, RemoteOpening)
+        memory = batcher._opening._inputs.memory
         slabs = memory.slabs
         assert isinstance(slabs, Slabs)
         # The file has the memory of the host, too.
@@ -197,7 +197,7 @@ FORKS = """
 import asyncio, json, os, signal, sys
 sys.path[:] = json.loads(sys.argv[1])
 from programs import run_command
-from sessions import host_of, own_directory
+from openings import host_of, own_directory
 from shared_client import make, tell
 async def main():
     batcher = make("large:Digests", {}, [])

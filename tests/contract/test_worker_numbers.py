@@ -11,8 +11,8 @@ import pytest
 from models.loading import NeedsFile
 from models.ordinary import Gated, GatedOnLoad, Slow
 from models.versions import Versioned
+from openings import host_of, opening_of, own_directory, pids_of
 from recorder import Load, Recorder
-from sessions import host_of, own_directory, pids_of, session_of
 from shared_client import make
 from waits import LIMIT, Gate, Watch, assert_balance, call, until
 
@@ -84,7 +84,7 @@ async def test_opening_ends_with_the_workers_that_are_wanted(gate: Gate, kept: i
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), num_workers=2)
     opening = asyncio.create_task(batcher.open())
     visits = [await gate.visit(), await gate.visit()]
-    index_of = {worker.pid: worker.index for worker in session_of(batcher).pool.workers.values()}
+    index_of = {worker.pid: worker.index for worker in opening_of(batcher).pool.workers.values()}
     (first,) = [visit for visit in visits if index_of[visit.pid] == kept]
     first.let_on()
     await until(lambda: batcher.stats.workers_ready == 1)
@@ -115,7 +115,7 @@ async def test_a_worker_that_is_not_ready_is_removed_first(tmp_path: Path) -> No
     needed.touch()
     options: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": LIMIT}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **options) as batcher:
-        pool = session_of(batcher).pool
+        pool = opening_of(batcher).pool
         index_of = {worker.index: worker for worker in pool.workers.values()}
         needed.unlink()
         index_of[0].kill()
@@ -139,7 +139,7 @@ async def test_a_further_worker_revives_a_broken_batcher(tmp_path: Path) -> None
     needed.touch()
     options: dict[str, Any] = {"max_restarts": 0, "restart_window": LIMIT}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **options) as batcher:
-        (worker,) = session_of(batcher).pool.workers.values()
+        (worker,) = opening_of(batcher).pool.workers.values()
         worker.kill()
         await until(lambda: batcher.state == "broken")
         batcher.reconfigure(num_workers=2)

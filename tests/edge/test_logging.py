@@ -19,8 +19,8 @@ from shared_hosts import hosts
 from waits import LIMIT, MEASURED, Gate, both_loops, until
 
 from fast_batcher import DynBatcher
+from fast_batcher._opening import life
 from fast_batcher._parent.worker_handle import SLOW_START, describe_start
-from fast_batcher._session import life
 from fast_batcher._worker.main import Start
 
 __all__ = ["hosts"]

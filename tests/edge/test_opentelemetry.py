@@ -15,11 +15,11 @@ import numpy
 import pytest
 from models.stepped import Counter as Steps
 from models.stepped import Plan
+from openings import Make, host_of, make, own_directory, pids_of
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
-from sessions import Make, host_of, make, own_directory, pids_of
 from tracing_models import BadContext, GatedEcho, MakesSpans
 from waits import Gate, one_loop, outcome, until
 

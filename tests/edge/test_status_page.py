@@ -28,7 +28,7 @@ from starlette.testclient import TestClient
 from waits import LIMIT, Gate, call, one_loop, outcome, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._session.life import END_SIGNALS
+from fast_batcher._opening.life import END_SIGNALS
 from fast_batcher.errors import ConfigurationError, QueueFullError
 from fast_batcher.fastapi import status_router
 from fast_batcher.fastapi.errors import RecentErrors

@@ -10,18 +10,18 @@ import pytest
 from models.base import Echo
 from models.large import Digests, digest
 from models.ordinary import Gated, GatedOnLoad, Grows
+from openings import opening_of
 from prometheus_client import CollectorRegistry
 from sender_harness import MEBI, copier_held, until_copying
-from sessions import session_of
 from shared_hosts import hosts
 from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns, until
 
 from fast_batcher import DeadlineExceededError, DynBatcher, NotReadyError
 from fast_batcher._core.loop_lag import SERIOUS, TICK
+from fast_batcher._opening import opening
 from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._parent.worker_handle import WorkerHandle
 from fast_batcher._parent.worker_process import WorkerProcess
-from fast_batcher._session import session
 from fast_batcher.fastapi.status.page import _of_loop
 from fast_batcher.prometheus import instrument
 
@@ -52,7 +52,7 @@ def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerHandle:
 
 
 def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerHandle]:
-    return session_of(batcher).pool.alive()
+    return opening_of(batcher).pool.alive()
 
 
 @pytest.fixture(params=["timer", "pump"])
@@ -76,7 +76,7 @@ async def test_answer_during_blocked_loop_is_delivered(
     settings: Any, answer: str, next_thing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A worker that does not run for a moment is still sending.
-    monkeypatch.setattr(session, "REST_OF_ANSWER", LIMIT)
+    monkeypatch.setattr(opening, "REST_OF_ANSWER", LIMIT)
     size, shared = ANSWERS[answer]
     async with DynBatcher(Grows, **settings, **shared) as batcher:
         handle = worker_of(batcher)

@@ -14,7 +14,7 @@ from models.crashing import CRASHES, Crashes, CrashesAbove
 from models.loading import NeedsFile
 from models.ordinary import Grows, Holds
 from models.raising import AlarmedLate
-from sessions import pids_of, session_of
+from openings import opening_of, pids_of
 from waits import LIMIT, SOON_IN_WORKER, Gate, assert_balance, call, measured, outcome, turns, until
 
 from fast_batcher import (
@@ -76,7 +76,7 @@ async def test_death_during_large_answer_fails_one_batch() -> None:
     """Fault F04."""
     async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
-        (handle,) = session_of(batcher).pool.alive()
+        (handle,) = opening_of(batcher).pool.alive()
         assert isinstance(handle, WorkerProcess)
         assert handle._live is not None
         reader = handle._live.channel._reader
@@ -190,14 +190,14 @@ async def test_calls_in_turn_of_last_restart_fail(
     settings: dict[str, Any] = {"max_restarts": 0}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         told: list[asyncio.Task[Any]] = []
-        workers_given_up = session_of(batcher).workers_given_up
+        workers_given_up = opening_of(batcher).workers_given_up
 
         def tell(reason: str, seconds: float) -> None:
             told.append(call(batcher, "in the same turn"))
-            session_of(batcher).run_soon()
+            opening_of(batcher).run_soon()
             workers_given_up(reason, seconds)
 
-        monkeypatch.setattr(session_of(batcher), "workers_given_up", tell)
+        monkeypatch.setattr(opening_of(batcher), "workers_given_up", tell)
         needed.unlink()
         os.kill(pids_of(batcher)[0], signal.SIGKILL)
         await until(lambda: batcher.state == "broken")
@@ -218,7 +218,7 @@ async def test_other_worker_serves_after_one_gave_up(tmp_path: Path) -> None:
         needed.unlink()
         first, second = pids_of(batcher)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: session_of(batcher).pool.fleet.is_failing)
+        await until(lambda: opening_of(batcher).pool.fleet.is_failing)
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)
@@ -232,7 +232,7 @@ async def test_returned_worker_serves_after_neighbour_gives_up(tmp_path: Path) -
     needed.touch()
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": 0.2}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
-        pool = session_of(batcher).pool
+        pool = opening_of(batcher).pool
 
         def kill(index: int) -> None:
             (handle,) = [handle for handle in [*pool.workers.values()] if handle.index == index]

@@ -34,7 +34,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 from fast_batcher._core.host import LINGER
-from fast_batcher._host.client import RemoteSession
+from fast_batcher._host.client import RemoteOpening
 from fast_batcher._host.directory import open_directory
 from fast_batcher._host.launch import launch_host
 from fast_batcher._host.rendezvous import connect
@@ -102,8 +102,8 @@ FORGETS = """
 
 
 def link_of(batcher: Batcher) -> Any:
-    assert isinstance(batcher._session, RemoteSession)
-    return batcher._session._link
+    assert isinstance(batcher._opening, RemoteOpening)
+    return batcher._opening._link
 
 
 async def host_of(batcher: Batcher) -> int:
@@ -445,13 +445,13 @@ async def test_a_stopped_host_without_clients_is_replaced(
 NAMESPACE = """
     batcher = make()
     await batcher.open()
-    pid = batcher._session._link.pid
+    pid = batcher._opening._link.pid
     with open("/proc/sys/kernel/ns_last_pid", "w") as last:
         last.write(str(pid - 1))
     import subprocess
     innocent = subprocess.Popen(["sleep", "1000"])
     tell((pid, innocent.pid))
-    while batcher._session._link.is_connected:
+    while batcher._opening._link.is_connected:
         await asyncio.sleep(0.01)
     tell(innocent.poll())
     await asyncio.Event().wait()
@@ -546,7 +546,7 @@ async def test_connection_without_hello_is_not_a_client(
     silent = connect(link_of(batcher)._key, launch_host).connection
     with silent, Watch([await host_of(batcher)]) as watch:
         assert await batcher.process_batched(1) == 2
-        session: Any = batcher._session
+        session: Any = batcher._opening
         assert session._room == 100
         await batcher.aclose()
         await watch.until_dead()
@@ -840,7 +840,7 @@ CHURNS = """
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for number, answer in zip(numbers, answers):
             assert answer == 2 * number or isinstance(answer, PoisonRequestError), answer
-        tell(batcher._session._link.pid)
+        tell(batcher._opening._link.pid)
         if chance.random() < 0.1:
             os.kill(os.getpid(), signal.SIGKILL)
         await (batcher.aclose() if chance.random() < 0.5 else asyncio.to_thread(batcher.stop))

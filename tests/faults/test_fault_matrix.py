@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from models.crashing import HOWS, Bomb, Minefield
-from sessions import pids_of
+from openings import pids_of
 from waits import LIMIT, SOON_IN_WORKER, assert_balance, call, measured, outcome
 
 from fast_batcher import (

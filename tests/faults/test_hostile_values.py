@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from models.hostile import Answers, Chunks, Hostile, Remembers, Staged
-from sessions import every_place, own_directory
+from openings import every_place, own_directory
 from waits import LIMIT, ONE_LOOP
 
 from fast_batcher import DynBatcher, aio

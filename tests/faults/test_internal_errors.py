@@ -9,7 +9,7 @@ import pytest
 from faulty_policy import FaultyPolicy
 from models.base import Echo
 from models.ordinary import Gated
-from sessions import session_of
+from openings import opening_of
 from waits import SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher
@@ -22,7 +22,7 @@ LOG = logging.getLogger("fast_batcher")
 
 def set_policy(batcher: DynBatcher[Any, Any], where: str) -> None:
     limits = Limits(max_batch_size=2, max_queue_size=100)
-    session_of(batcher).scheduler.reconfigure(limits, FaultyPolicy(where))
+    opening_of(batcher).scheduler.reconfigure(limits, FaultyPolicy(where))
 
 
 def faults(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -64,7 +64,7 @@ async def test_calls_taken_by_failed_pump_fail(
 async def test_calls_of_unsent_batch_end_with_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
-        workers = session_of(batcher).pool.workers
+        workers = opening_of(batcher).pool.workers
         ((worker, record),) = workers.items()
         del workers[worker]
         lone = await outcome(call(batcher, "lone"))

@@ -14,7 +14,7 @@ from models.base import Echo
 from waits import LIMIT, until
 
 from fast_batcher import ConfigurationError, DynBatcher
-from fast_batcher._session.life import call_on_sigterm
+from fast_batcher._opening.life import call_on_sigterm
 
 pytestmark = pytest.mark.anyio
 

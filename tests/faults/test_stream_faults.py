@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from models.crashing import HOWS, Bomb, SteppedMinefield
-from sessions import pids_of
+from openings import pids_of
 from waits import LIMIT, SOON_IN_WORKER, assert_balance, until
 
 from fast_batcher import (

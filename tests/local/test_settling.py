@@ -15,7 +15,7 @@ from waits import outcome, until
 from fast_batcher import dynamically
 from fast_batcher._core.values import Batch, Limits, Release, Request
 from fast_batcher._local.session import LoopCaller, LoopCalls
-from fast_batcher._session.ledger import Ledger
+from fast_batcher._opening.ledger import Ledger
 from fast_batcher.errors import BatcherError, InferenceError
 from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer, RequestEnded
 

@@ -13,7 +13,7 @@ import pytest
 from models.loading import NeedsFile
 from models.ordinary import Leaks, Reuses, Whereabouts
 from models.raising import BrokenAndRaises, FailsTogether, OutOfMemory, Says
-from sessions import session_of
+from openings import opening_of
 from waits import LIMIT, assert_balance, call, measured, outcome, until
 
 from fast_batcher import DynBatcher, InferenceError
@@ -144,7 +144,7 @@ async def test_ended_worker_needs_no_garbage_collection(way: str) -> None:
     gc.disable()
     try:
         async with DynBatcher(Whereabouts, **settings) as batcher:
-            worker = weakref.ref(next(iter(session_of(batcher).pool.workers.values())))
+            worker = weakref.ref(next(iter(opening_of(batcher).pool.workers.values())))
             assert worker() is not None
             pid = await batcher.process_batched(None)
             if way == "killed":
@@ -205,7 +205,7 @@ async def test_replacement_answers_requests_of_stopped_worker(fast_heartbeat: fl
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
         os.kill(first, signal.SIGSTOP)
-        await until(lambda: bool(session_of(batcher).pool.heartbeat._pending))
+        await until(lambda: bool(opening_of(batcher).pool.heartbeat._pending))
         assert await batcher.process_batched(None) != first
 
 
@@ -214,10 +214,10 @@ async def test_worker_answering_pings_is_kept(caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.WARNING)
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
-        beats = {session_of(batcher).pool._heartbeat_timer}
+        beats = {opening_of(batcher).pool._heartbeat_timer}
 
         def has_beaten() -> bool:
-            beats.add(session_of(batcher).pool._heartbeat_timer)
+            beats.add(opening_of(batcher).pool._heartbeat_timer)
             return len(beats) > 2
 
         await until(has_beaten)

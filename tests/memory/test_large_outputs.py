@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from models.children import TalksNonsense
 from models.large import LARGE, GivesViews, MakesLarge, fingerprint, make_large
+from openings import opening_of, pids_of
 from packed_frames import pack
 from sender_harness import DYING, LOST, MEBI, SMALL, ask_amid_deaths, copier_held, free, opened
-from sessions import pids_of, session_of
 from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
@@ -37,7 +37,7 @@ SIZES = sorted(
 
 def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[OutboxReader]:
     return [
-        one.outbox for one in session_of(batcher).pool.workers.values() if one.outbox is not None
+        one.outbox for one in opening_of(batcher).pool.workers.values() if one.outbox is not None
     ]
 
 
@@ -48,7 +48,7 @@ def is_used(batcher: DynBatcher[Any, Any]) -> bool:
 
 async def until_answered(batcher: DynBatcher[Any, Any], count: int = 1) -> None:
     """So many answers have come and wait to be copied."""
-    await until(lambda: len(session_of(batcher).scheduler._workers.copying_out) == count)
+    await until(lambda: len(opening_of(batcher).scheduler._workers.copying_out) == count)
 
 
 @pytest.mark.parametrize("kind", LARGE)
@@ -135,9 +135,9 @@ async def test_no_deadline_counts_while_an_answer_is_copied() -> None:
             task = call(batcher, ("array", ASIDE, 1), timeout=LIMIT)
             await until_answered(batcher)
             # It is brought forward: one that was so near before might have come first.
-            (batch,) = session_of(batcher).scheduler._workers.copying_out.values()
+            (batch,) = opening_of(batcher).scheduler._workers.copying_out.values()
             batch.deadline = batch.requests[0].deadline = monotonic()
-            session_of(batcher).scheduler._workers.next_expiry = batch.deadline
+            opening_of(batcher).scheduler._workers.next_expiry = batch.deadline
             # It is behind the other in every queue, and so is what follows from it.
             with pytest.raises(DeadlineExceededError):
                 await batcher.process_batched(("array", ASIDE, 2), timeout=1e-9)

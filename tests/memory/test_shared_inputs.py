@@ -14,6 +14,7 @@ import pytest
 from memory_files import memory_of, refuse_memory
 from models.large import Digests, ForksAndKeeps, KeepsInputs, digest
 from models.raising import KeepsErrors
+from openings import opening_of
 from sender_harness import (
     DYING,
     LARGE,
@@ -35,7 +36,6 @@ from sender_harness import (
     until_copying,
     wait_until_copied,
 )
-from sessions import session_of
 from waits import LIMIT, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
@@ -270,7 +270,7 @@ async def test_loop_copies_if_no_thread_starts() -> None:
                 give_back_unused(batcher)
             await free(batcher)
             assert memory_of(slabs._fd) == 0
-            (handle,) = session_of(batcher).pool.alive()
+            (handle,) = opening_of(batcher).pool.alive()
             handle.kill()
             assert await batcher.process_batched(value) == digest(value)
         assert await batcher.process_batched(value) == digest(value)
@@ -282,7 +282,7 @@ async def test_another_worker_gets_the_copied_batch(caplog: pytest.LogCaptureFix
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
             await until_copying(batcher)
-            (handle,) = session_of(batcher).pool.alive()
+            (handle,) = opening_of(batcher).pool.alive()
             handle.kill()
             await until(lambda: batcher.stats.restarts == 1)
             # Its memory is that of the batch which was to be copied first.

@@ -28,7 +28,7 @@ _NAMES = (
     "_core",
     "_observers _transport _shared_memory",
     "_parent _worker _ray",
-    "_identity _session _host batcher caching _local dynamic inference aio testing",
+    "_identity _opening _host batcher caching _local dynamic inference aio testing",
     # The last two are other names for things inside, for users alone.
     "fastapi _cli __main__ opentelemetry prometheus pytest_plugin dyn_batcher inference_template",
 )
@@ -51,7 +51,7 @@ MAY_IMPORT = {
 }
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "fastapi", "starlette", "uvloop"}
-NOT_OF_OURS_IN_WORKER = {"batcher", "_session", "_parent", "fastapi"}
+NOT_OF_OURS_IN_WORKER = {"batcher", "_opening", "_parent", "fastapi"}
 # What `import fast_batcher` must not load: whoever needs it has it and loads it himself.
 HEAVY = {
     *("fastapi", "numpy", "opentelemetry", "prometheus_client", "pydantic", "ray", "starlette"),
@@ -309,7 +309,7 @@ def test_the_ledger_alone_gives_callers_their_outcomes() -> None:
         and ast.unparse(node.value).endswith("caller")
     }
     # The items of a decorated call end it; a call of many inputs may not reach a session.
-    assert givers == {"_session.ledger", "_local.session", "_session.calls"}
+    assert givers == {"_opening.ledger", "_local.session", "_opening.calls"}
 
 
 # The worker.
@@ -424,7 +424,7 @@ def test_no_class_overrides_what_its_base_calls_in_the_constructor() -> None:
                 if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"
             }
             found += [f"{name}.{method}" for method in used & list_methods(node).keys()]
-    assert "LocalSession" in classes
+    assert "LocalOpening" in classes
     assert found == []
 
 

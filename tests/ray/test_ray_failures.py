@@ -13,7 +13,7 @@ from ray_nodes import HEAD, OTHER, RayCluster, needs_ray
 from waits import LIMIT, Watch, assert_balance, one_loop, until
 
 from fast_batcher import DynBatcher, NotReadyError, PoisonRequestError, WorkerLostError
-from fast_batcher._host.client import RemoteSession
+from fast_batcher._host.client import RemoteOpening
 from fast_batcher.ray import RayWorkers
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, needs_ray, one_loop]
@@ -65,8 +65,8 @@ async def loaded(batcher: DynBatcher[Any, Any]) -> AsyncIterator[Load]:
 
 def host_of(batcher: DynBatcher[Any, Any]) -> int:
     """The pid of its host, 0 while there is none."""
-    assert isinstance(batcher._session, RemoteSession)
-    return batcher._session._link.pid or 0
+    assert isinstance(batcher._opening, RemoteOpening)
+    return batcher._opening._link.pid or 0
 
 
 async def test_killed_actors_cost_no_request(cluster: RayCluster) -> None:

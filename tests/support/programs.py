@@ -19,7 +19,7 @@ from waits import LIMIT
 PREAMBLE = """\
 import asyncio, json, os, signal, sys, threading
 import models.base, models.children, models.crashing, models.loading, models.ordinary
-from sessions import session_of
+from openings import opening_of
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher import DynBatcher, InferenceModel
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openings import opening_of
 from schedulers import make_request
-from sessions import session_of
 from waits import LIMIT, assert_balance, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
@@ -253,22 +253,22 @@ async def ask_amid_deaths(
 
 def stage_inputs(batcher: DynBatcher[Any, Any]) -> None:
     """Large inputs are staged from now on."""
-    session_of(batcher).sender.arena.enable()
+    opening_of(batcher).sender.arena.enable()
 
 
 def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
-    slabs = session_of(batcher).memory.slabs
+    slabs = opening_of(batcher).memory.slabs
     assert isinstance(slabs, Slabs)
     return slabs
 
 
 def has_slabs(batcher: DynBatcher[Any, Any]) -> bool:
-    return session_of(batcher).memory.slabs is not None
+    return opening_of(batcher).memory.slabs is not None
 
 
 def is_free(batcher: DynBatcher[Any, Any]) -> bool:
     """Whether all slabs have come back, except those that are open for more inputs."""
-    return slabs_of(batcher).count == len(session_of(batcher).memory.open_slabs)
+    return slabs_of(batcher).count == len(opening_of(batcher).memory.open_slabs)
 
 
 async def free(batcher: DynBatcher[Any, Any]) -> None:
@@ -278,7 +278,7 @@ async def free(batcher: DynBatcher[Any, Any]) -> None:
 
 def give_back_unused(batcher: DynBatcher[Any, Any]) -> None:
     """The pool's heartbeat gives memory back that was not used for long."""
-    memory = session_of(batcher).memory
+    memory = opening_of(batcher).memory
     memory.rests_at = 0.0
     memory.give_back_unused()
 
@@ -292,7 +292,7 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
         is_held.set()
         is_over.wait(LIMIT)
 
-    session_of(batcher).memory.run_in_thread(hold, lambda _: None)
+    opening_of(batcher).memory.run_in_thread(hold, lambda _: None)
     assert is_held.wait(LIMIT)
     try:
         yield
@@ -302,13 +302,13 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
 
 async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
     """Wait until the copier thread, which is held, has a job."""
-    await until(lambda: not session_of(batcher).memory._copier._jobs.empty())
+    await until(lambda: not opening_of(batcher).memory._copier._jobs.empty())
 
 
 def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
     """Wait until the copier thread has done all its jobs, whether or not a loop has heard of it."""
     is_over = threading.Event()
-    session_of(batcher).memory.run_in_thread(is_over.set, lambda _: None)
+    opening_of(batcher).memory.run_in_thread(is_over.set, lambda _: None)
     assert is_over.wait(LIMIT)
 
 

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 import fast_batcher
 from fast_batcher import BatcherStats, Done, DynBatcher, Grow, InferenceModel, SteppedModel
-from fast_batcher._session.streams import Stream
+from fast_batcher._opening.streams import Stream
 from fast_batcher.aio import AsyncBatchedFunction
 from fast_batcher.dyn_batcher import DynBatcher as DynBatcherByOtherPath
 from fast_batcher.dynamic import BatchedFunction

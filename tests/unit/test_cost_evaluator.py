@@ -23,8 +23,8 @@ from fast_batcher import (
     RequestTooLargeError,
 )
 from fast_batcher._core.values import Request
+from fast_batcher._opening.outcomes import CostEvaluator
 from fast_batcher._process import SLOW
-from fast_batcher._session.outcomes import CostEvaluator
 from fast_batcher.settings import LEAST_COST, Settings
 
 pytestmark = pytest.mark.anyio

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from models.children import Executes, StartsProcesses
-from sessions import session_of
+from openings import opening_of
 from waits import LIMIT, Watch, one_loop
 
 from fast_batcher import DynBatcher
@@ -50,7 +50,7 @@ async def test_children_of_model_end_with_killed_worker(command: str) -> None:
     async with DynBatcher(StartsProcesses) as batcher:
         pid = await batcher.process_batched(command)
         with Watch([pid]) as process:
-            (handle,) = session_of(batcher).pool.alive()
+            (handle,) = opening_of(batcher).pool.alive()
             handle.kill()
             await process.until_dead()
 
@@ -61,7 +61,7 @@ async def test_children_in_their_own_session_survive(is_killed: bool) -> None:
     pid = await batcher.process_batched(COMMANDS["a child"])
     with Watch([pid]) as process:
         if is_killed:
-            (handle,) = session_of(batcher).pool.alive()
+            (handle,) = opening_of(batcher).pool.alive()
             handle.kill()
         await close(batcher)
         assert process.survivors(0.0) == [pid]

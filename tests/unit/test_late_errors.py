@@ -1,6 +1,6 @@
 """Late errors: all are counted, and one a minute is logged."""
 
-from fast_batcher._session.ledger import LOG_INTERVAL, LateErrors
+from fast_batcher._opening.ledger import LOG_INTERVAL, LateErrors
 
 
 def test_one_late_error_a_minute_is_logged() -> None:

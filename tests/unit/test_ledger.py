@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fast_batcher._core.values import Batch, Failure, Release, Request
-from fast_batcher._session.ledger import Ledger
+from fast_batcher._opening.ledger import Ledger
 from fast_batcher.errors import InferenceError
 
 pytestmark = pytest.mark.anyio

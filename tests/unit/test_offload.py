@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from waits import LIMIT, outcome, until
 
-from fast_batcher._session.offload import offload
+from fast_batcher._opening.offload import offload
 
 pytestmark = pytest.mark.anyio
 

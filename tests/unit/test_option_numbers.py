@@ -9,8 +9,8 @@ import pytest
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Dispatch, Fail, Request
-from fast_batcher._session.kinds import BatchKind
-from fast_batcher._session.outcomes import CostEvaluator
+from fast_batcher._opening.kinds import BatchKind
+from fast_batcher._opening.outcomes import CostEvaluator
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import OPTIONS, Option, Settings
 

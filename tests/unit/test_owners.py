@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from models.base import Echo
 from models.ordinary import Gated
-from sessions import session_of
+from openings import opening_of
 from waits import Gate, Watch, call, outcome, until
 
 from fast_batcher import BatcherClosedError, DynBatcher
@@ -51,7 +51,7 @@ async def test_last_of_two_apps_closes_the_batcher(first: int) -> None:
     batcher = DynBatcher(Echo)
     apps = [running(make_app(batcher)) for _ in range(2)]
     clients = [await app.__aenter__() for app in apps]
-    (worker,) = session_of(batcher).pool.alive()
+    (worker,) = opening_of(batcher).pool.alive()
     assert worker.pid is not None
     await apps[first].__aexit__(None, None, None)
     assert batcher.state == "open"

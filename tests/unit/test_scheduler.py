@@ -26,7 +26,7 @@ from fast_batcher._core.values import (
     Stall,
 )
 from fast_batcher._core.workers import WorkerTable
-from fast_batcher._session.kinds import BatchKind
+from fast_batcher._opening.kinds import BatchKind
 from fast_batcher.errors import (
     BatcherClosedError,
     DeadlineExceededError,

@@ -8,7 +8,7 @@ import pytest
 from fast_batcher import BatcherStats
 from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.values import Release
-from fast_batcher._session.ledger import Counters
+from fast_batcher._opening.ledger import Counters
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 

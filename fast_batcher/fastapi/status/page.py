@@ -29,9 +29,9 @@ from fastapi.params import Depends
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from fast_batcher._core.loop_lag import SERIOUS
+from fast_batcher._opening.life import call_on_end
+from fast_batcher._opening.loop_watch import find_lag
 from fast_batcher._process import monotonic, read_rss
-from fast_batcher._session.life import call_on_end
-from fast_batcher._session.loop_watch import find_lag
 from fast_batcher.batcher import DynBatcher, check_batchers
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.fastapi.errors import find_answer, public_text, recent_errors

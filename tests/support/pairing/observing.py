@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fast_batcher._core import scaling
-from fast_batcher._session import session
+from fast_batcher._opening import opening
 
 # Logged texts that say of themselves that they should not occur.
 _NEVER = ("internal error", "broke the protocol", "never retrieved", "exception in callback")
@@ -144,5 +144,5 @@ def quicken_scaling() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, seconds in _QUICK.items():
             patch.setattr(scaling, name, seconds)
-        patch.setattr(session, "SCALING_INTERVAL", _QUICK["SCALING_INTERVAL"])
+        patch.setattr(opening, "SCALING_INTERVAL", _QUICK["SCALING_INTERVAL"])
         yield

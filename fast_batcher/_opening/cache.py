@@ -1,11 +1,11 @@
 """Single flight: equal inputs that are in flight share one computation, and a cache may know it.
 
-    DynBatcher --accept--> SingleFlight --miss--> Session
+    DynBatcher --accept--> SingleFlight --miss--> Opening
                <--answer-- |         ^              |
                            +- cache -+ <---output---+
 
-API process, on the event loop's thread; one for each session of a batcher with a cache. A flight
-begins with the first call of a key: the cache is asked, and after a miss the session. Each call has
+API process, on the event loop's thread; one for each opening of a batcher with a cache. A flight
+begins with the first call of a key: the cache is asked, and after a miss the opening. Each call has
 a future of its own, and gets a copy of the output, or of the error.
 """
 
@@ -21,13 +21,13 @@ from typing import Any, Final
 from fast_batcher._arrays.joining import is_much
 from fast_batcher._core.values import Failure, Request, settle
 from fast_batcher._identity import digest_input
+from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.life import CurrentModel
+from fast_batcher._opening.offload import offload
+from fast_batcher._opening.opening import Opening
+from fast_batcher._opening.outcomes import timeout_of
+from fast_batcher._opening.output_cache import EXITS, OutputCache, is_awaitable
 from fast_batcher._process import monotonic
-from fast_batcher._session.ledger import Ledger
-from fast_batcher._session.life import CurrentModel
-from fast_batcher._session.offload import offload
-from fast_batcher._session.outcomes import timeout_of
-from fast_batcher._session.output_cache import EXITS, OutputCache, is_awaitable
-from fast_batcher._session.session import Session
 from fast_batcher._transport.pickling import to_cause
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -60,7 +60,7 @@ class _Flight:
     reloads: int | None
     # The calls in order of arrival, each with the timer of its deadline, None without one.
     calls: dict[Request, asyncio.TimerHandle | None] = field(default_factory=dict)
-    # The call whose deadline the session keeps, and the request of the session; None while the
+    # The call whose deadline the opening keeps, and the request of the opening; None while the
     # cache is asked, and after the end.
     leader: Request | None = None
     request: Request | None = None
@@ -71,13 +71,13 @@ class _Flight:
 
 
 class SingleFlight:
-    """The calls of a batcher with a cache, before their session."""
+    """The calls of a batcher with a cache, before their opening."""
 
-    def __init__(self, session: Session, cache: Cache, model: CurrentModel, ledger: Ledger) -> None:
-        self.binding = session.binding
-        self.methods = session.methods
-        self._session = session
-        self._name = session.status.name
+    def __init__(self, opening: Opening, cache: Cache, model: CurrentModel, ledger: Ledger) -> None:
+        self.binding = opening.binding
+        self.methods = opening.methods
+        self._opening = opening
+        self._name = opening.status.name
         self._cache = OutputCache(cache, self._name)
         # Its identity is part of the keys.
         self._model = model
@@ -106,12 +106,12 @@ class SingleFlight:
         except ConfigurationError as error:
             self._ledger.reject(request, error)
             return
-        except BaseException:  # noqa: BLE001  it cannot be pickled; the session says so
-            self._session.accept(request)
+        except BaseException:  # noqa: BLE001  it cannot be pickled; the opening says so
+            self._opening.accept(request)
             return
-        settings = self._session.settings
+        settings = self._opening.settings
         request.arrival = monotonic()
-        if not (request.has_deadline and self._session.has_deadlines):
+        if not (request.has_deadline and self._opening.has_deadlines):
             request.fix_deadline(request.arrival, None, settings.timeout)
         sent = None if flight is None else flight.request
         if flight is not None and (sent is None or sent.priority >= request.priority):
@@ -128,7 +128,7 @@ class SingleFlight:
 
     def _make_key(self, request: Request) -> Any:
         """Return the key of an output: of the model, the method and the input."""
-        key_of, value = self._session.settings.key, request.value
+        key_of, value = self._opening.settings.key, request.value
         if key_of is None:
             key: Any = digest_input(value)
         else:
@@ -144,7 +144,7 @@ class SingleFlight:
 
     def has_room(self, request: Request) -> bool:
         """Return whether the queue has room for a request, if all that are looked up are misses."""
-        return self._session.has_room(request, len(self.lookups))
+        return self._opening.has_room(request, len(self.lookups))
 
     def _join(self, flight: _Flight, request: Request) -> None:
         """Let a call wait for the output of a flight, until its deadline."""
@@ -156,10 +156,10 @@ class SingleFlight:
         self._flights[request] = flight
 
     def _expire(self, request: Request) -> None:
-        """End a call at its deadline, unless the session does so."""
+        """End a call at its deadline, unless the opening does so."""
         if self._flights[request].leader is not request:
-            kind = DeadlineExceededError if self._session.load[0] else NotReadyError
-            timeout = timeout_of(request, self._session.settings)
+            kind = DeadlineExceededError if self._opening.load[0] else NotReadyError
+            timeout = timeout_of(request, self._opening.settings)
             error = kind(f"there was no answer within its timeout of {timeout} s")
             self._ledger.give(request, Failure(error))
             self.abandon(request, "expired")
@@ -178,7 +178,7 @@ class SingleFlight:
         """Remove a call that ends, unless that was done; its flight ends with the last call."""
         flight = self._leave(request)
         if flight is None:
-            self._session.abandon(request)  # an input without a key, or a call that has ended
+            self._opening.abandon(request)  # an input without a key, or a call that has ended
             return
         sent = flight.request
         if flight.calls:
@@ -195,7 +195,7 @@ class SingleFlight:
             if not self.binding.loop.is_closed():
                 lookup.cancel()
         elif sent is not None:
-            self._session.abandon(sent)
+            self._opening.abandon(sent)
 
     # Flights.
 
@@ -217,7 +217,7 @@ class SingleFlight:
             self._take_found(flight, output)
 
     def _take_found(self, flight: _Flight, found: Any) -> None:
-        """Deliver the output that the cache has, or let the session compute a missing one."""
+        """Deliver the output that the cache has, or let the opening compute a missing one."""
         if found is None:
             self._ledger.count_cached("miss")
             self._send(flight)
@@ -234,7 +234,7 @@ class SingleFlight:
         request.caller = self.binding.loop.create_future()
         # A reference to the request in here would be a cycle.
         request.caller.add_done_callback(partial(self._take_outcome, flight))
-        self._session.accept(request)
+        self._opening.accept(request)
 
     def _take_outcome(self, flight: _Flight, done: asyncio.Future[Any]) -> None:
         """Deliver and store an output; fail the calls, or send again for later deadlines."""
@@ -299,15 +299,15 @@ class SingleFlight:
     def begin_drain(self) -> None:
         """Expect no further requests, unless accepted ones are looked up and may be misses."""
         if not self.lookups:
-            self._session.begin_drain()
+            self._opening.begin_drain()
 
     async def aclose(self) -> None:
-        """Wait at most `drain_timeout` for look-ups, and as long for the session; then end."""
-        settings = self._session.settings
+        """Wait at most `drain_timeout` for look-ups, and as long for the opening; then end."""
+        settings = self._opening.settings
         if self.lookups:
             await asyncio.wait(self.lookups.values(), timeout=settings.drain_timeout)
-        self._session.begin_drain()
-        await self._session.aclose()
+        self._opening.begin_drain()
+        await self._opening.aclose()
         await self._cache.settle(settings.stop_timeout)
 
     def end(self, grace: float) -> None:
@@ -318,7 +318,7 @@ class SingleFlight:
                 closed = BatcherClosedError(f"{self._name} was closed before it had answered")
                 self._ledger.give(call, Failure(closed))
             self.abandon(call, "cancelled" if is_closed else "failed")
-        self._session.end(grace)
+        self._opening.end(grace)
 
 
 def _is_late(error: BaseException, request: Request) -> bool:

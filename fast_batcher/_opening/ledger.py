@@ -4,7 +4,7 @@
     Counters    the counts behind `BatcherStats`
     LateErrors  errors of batches that no caller gets, because the callers have left
 
-Any process with a session. A `DynBatcher` uses it on the event loop's thread, a decorated function
+Any process with an opening. A `DynBatcher` uses it on the event loop's thread, a decorated function
 on the thread that has the outcomes. A caller is an object with the methods `set_result` and
 `set_exception` of a future. It may leave at any moment, which is counted and affects no other
 caller. The scheduler and the workers' answers decide which requests end.
@@ -24,9 +24,9 @@ from typing import Any, Final
 from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.values import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
+from fast_batcher._opening.loop_watch import blame_loop
+from fast_batcher._opening.streams import StreamFigures
 from fast_batcher._process import monotonic
-from fast_batcher._session.loop_watch import blame_loop
-from fast_batcher._session.streams import StreamFigures
 from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import (
     BatcherError,
@@ -122,7 +122,7 @@ class Counters:
         backlog: float | None = None,
         places: int | None = None,
     ) -> BatcherStats:
-        """Copy the present counts, completed by the batcher's state and the load of a session."""
+        """Copy the present counts, completed by the batcher's state and the load of an opening."""
         workers_ready, waiting, running = load
         # A wait counts for all requests of its batch.
         samples = self.list_samples()
@@ -165,7 +165,7 @@ class Counters:
 
 
 class Ledger:
-    """Ends and counts the requests of one batcher, from its first session to its last."""
+    """Ends and counts the requests of one batcher, from its first opening to its last."""
 
     def __init__(self, name: str, observers: Sequence[Observer] = ()) -> None:
         self._name = name

@@ -1,16 +1,16 @@
-"""The session: everything that `open` creates and the next close releases. Event loop's thread.
+"""The opening: everything that `open` creates and the next close releases. Event loop's thread.
 
     DynBatcher --accept--> arrivals --submit, poll--> Scheduler
                                          | Dispatch       ^
                                          v                | batch_done
                                      WorkerHandle ==> reported --settle--> callers
 
-`Session` is what a batcher needs of an opening. `LocalSession` schedules the requests in this
-process, an API process or the host, and owns the workers; `RemoteSession` (`_host/client.py`)
-passes them to the host process of a shared batcher. The methods of `LocalSession` stand in the
+`Opening` is what a batcher needs of one. `LocalOpening` schedules the requests in this
+process, an API process or the host, and owns the workers; `RemoteOpening` (`_host/client.py`)
+passes them to the host process of a shared batcher. The methods of `LocalOpening` stand in the
 order of a request's way.
 
-A session runs once per turn of the event loop, for all requests that arrived in that turn, so that
+An opening runs once per turn of the event loop, for all requests that arrived in that turn, so that
 no request has a task, timer, lock or event of its own. It makes no decisions, which is for the
 scheduler. `end` may run on any thread once the loop is closed.
 """
@@ -54,6 +54,11 @@ from fast_batcher._core.values import (
     Step,
     or_infinite,
 )
+from fast_batcher._opening.kinds import BatchKind, StreamKind
+from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.life import CurrentModel, LoopBinding, Status
+from fast_batcher._opening.outcomes import CostEvaluator, Reports, timeout_of
+from fast_batcher._opening.streams import give_chunks
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender, SharedAnswer
 from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
@@ -61,11 +66,6 @@ from fast_batcher._parent.worker_handle import Answer, Exit, Unsendable, WorkerH
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
-from fast_batcher._session.kinds import BatchKind, StreamKind
-from fast_batcher._session.ledger import Ledger
-from fast_batcher._session.life import CurrentModel, LoopBinding, Status
-from fast_batcher._session.outcomes import CostEvaluator, Reports, timeout_of
-from fast_batcher._session.streams import give_chunks
 from fast_batcher._transport.pickling import dumps
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -84,7 +84,7 @@ from fast_batcher.stats import BatcherStats, Explanation
 logger = logging.getLogger("fast_batcher")
 
 
-class Session(ABC):
+class Opening(ABC):
     """An opening of a batcher, which lives and dies with one event loop.
 
     `_run` is called once in a turn of the loop after `run_soon`, and at the moment given to
@@ -102,7 +102,7 @@ class Session(ABC):
         status: Status,
         ledger: Ledger,
     ) -> None:
-        # Process, event loop and thread of the session.
+        # Process, event loop and thread of the opening.
         self.binding = binding
         # The methods of the model, by name.
         self.methods = {method.name: method for method in methods}
@@ -199,7 +199,7 @@ class Session(ABC):
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers by workers with another model.
 
-        The end of the session ends it with `BatcherClosedError`; a later outcome is dropped.
+        The end of the opening ends it with `BatcherClosedError`; a later outcome is dropped.
         """
 
     @abstractmethod
@@ -277,7 +277,7 @@ REST_OF_ANSWER = 0.05
 
 
 class Parts:
-    """Makes the parts of a session that differ in an app, in a host and in tests."""
+    """Makes the parts of an opening that differ in an app, in a host and in tests."""
 
     def make_policy(self, settings: Settings, report: Callable[[BaseException], None]) -> Policy:
         """Make the policy that decides when a batch leaves; a rule may `report` its errors."""
@@ -307,8 +307,8 @@ class Parts:
         return evaluator if evaluator.is_needed else None
 
 
-class LocalSession(Session):
-    """A session with a scheduler and workers of its own."""
+class LocalOpening(Opening):
+    """An opening with a scheduler and workers of its own."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class LocalSession(Session):
         parts: Parts | None = None,
     ) -> None:
         parts = self._parts = parts or Parts()
-        # The part of the session that depends on the kind of the model.
+        # The part of the opening that depends on the kind of the model.
         is_stepped = model.spec.kind is ModelKind.STEPS
         kind = self.kind = (StreamKind if is_stepped else BatchKind)(ledger)
         size = kind.make_limits(settings).max_batch_size
@@ -1017,7 +1017,7 @@ class LocalSession(Session):
             loaded = model_spec
             self._ledger.counters.generation += 1
         finally:
-            # Otherwise `end` came first, and the next session may reload already.
+            # Otherwise `end` came first, and the next opening may reload already.
             if loaded is not None or not self.pool.is_closing:
                 self._model.end_reload(loaded)
 
@@ -1042,7 +1042,7 @@ class LocalSession(Session):
         self._observers.unwatch_collector()
 
     def end(self, grace: float) -> None:
-        """Close the session, and block until the workers are dead."""
+        """Close the opening, and block until the workers are dead."""
         self._observers.unwatch_collector()
         self._fail_open_requests()
         self._stop_timer()

@@ -14,8 +14,8 @@ from shared_hosts import join_reapers
 from waits import LIMIT
 
 from fast_batcher import DynBatcher
-from fast_batcher._host.client import RemoteSession
-from fast_batcher._session.session import LocalSession
+from fast_batcher._host.client import RemoteOpening
+from fast_batcher._opening.opening import LocalOpening
 from fast_batcher.testing import BatcherKit
 
 Make = Callable[..., DynBatcher[Any, Any]]
@@ -30,24 +30,24 @@ PLACES: dict[str, dict[str, Any]] = {
 every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
-def session_of(batcher: DynBatcher[Any, Any]) -> LocalSession:
+def opening_of(batcher: DynBatcher[Any, Any]) -> LocalOpening:
     """The session of a batcher that has been opened."""
-    assert isinstance(batcher._session, LocalSession)
-    return batcher._session
+    assert isinstance(batcher._opening, LocalOpening)
+    return batcher._opening
 
 
 def host_of(batcher: DynBatcher[Any, Any]) -> int:
     """The process of its host."""
-    assert isinstance(batcher._session, RemoteSession)
-    pid = batcher._session._link.pid
+    assert isinstance(batcher._opening, RemoteOpening)
+    pid = batcher._opening._link.pid
     assert pid is not None
     return pid
 
 
 def block_until_host_answers(batcher: DynBatcher[Any, Any]) -> None:
     """Block the event loop until the next bytes of the host are there."""
-    assert isinstance(batcher._session, RemoteSession)
-    channel = batcher._session._link._channel
+    assert isinstance(batcher._opening, RemoteOpening)
+    channel = batcher._opening._link._channel
     assert channel is not None
     found, _, _ = select.select([channel._source], [], [], LIMIT)
     assert found
@@ -55,8 +55,8 @@ def block_until_host_answers(batcher: DynBatcher[Any, Any]) -> None:
 
 def pids_of(batcher: DynBatcher[Any, Any]) -> list[int]:
     """The processes of its workers."""
-    if isinstance(batcher._session, LocalSession):
-        return [one.pid for one in batcher._session.pool.alive() if one.pid is not None]
+    if isinstance(batcher._opening, LocalOpening):
+        return [one.pid for one in batcher._opening.pool.alive() if one.pid is not None]
     found = []
     for child in psutil.Process(host_of(batcher)).children():
         with suppress(psutil.Error):  # it has just ended

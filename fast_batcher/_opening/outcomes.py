@@ -3,7 +3,7 @@
     CostEvaluator  calls the user's `cost` and `group_by` for each input
     Reports        makes errors and log lines
 
-Any process with a session, on the event loop's thread. `ledger` gives the outcomes to callers.
+Any process with an opening, on the event loop's thread. `ledger` gives the outcomes to callers.
 """
 
 import logging
@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Expire, ExpiryReason, Group, Request
+from fast_batcher._opening.ledger import LateErrors
 from fast_batcher._process import SLOW, monotonic
-from fast_batcher._session.ledger import LateErrors
 from fast_batcher._transport.pickling import to_cause
 from fast_batcher.errors import (
     BatcherError,

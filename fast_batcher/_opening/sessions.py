@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, Self, cast
 
 from fast_batcher._core.values import Request, SessionPlace
+from fast_batcher._opening.calls import set_options, wait_for_answer
+from fast_batcher._opening.life import RUN_THREADSAFE
 from fast_batcher._process import monotonic
-from fast_batcher._session.calls import set_options, wait_for_answer
-from fast_batcher._session.life import RUN_THREADSAFE
 from fast_batcher.errors import DeadlineExceededError, SessionLostError
 from fast_batcher.model import InputT, OutputT
 
 if TYPE_CHECKING:
-    from fast_batcher._session.session import Session
+    from fast_batcher._opening.opening import Opening
 
 
 class BatchSession(Generic[InputT, OutputT]):
@@ -21,16 +21,16 @@ class BatchSession(Generic[InputT, OutputT]):
     def __init__(
         self,
         idle_timeout: float,
-        find_session: Callable[[], "Session"],
-        is_present: Callable[["Session"], bool],
+        find_opening: Callable[[], "Opening"],
+        is_present: Callable[["Opening"], bool],
         find_timeout: Callable[[], float | None],
     ) -> None:
-        self._find_session = find_session
+        self._find_opening = find_opening
         self._is_present = is_present
         self._find_timeout = find_timeout
         self._place = SessionPlace(idle_timeout)
         # The opening of the batcher in which it lives, from its first call on.
-        self._opening: Session | None = None
+        self._opening: Opening | None = None
         # One call at a time, in order.
         self._turn = asyncio.Lock()
         self._is_over = False
@@ -76,13 +76,13 @@ class BatchSession(Generic[InputT, OutputT]):
             self._turn.release()
             del request
 
-    def _require_opening(self) -> "Session":
+    def _require_opening(self) -> "Opening":
         """Return the opening of the batcher in which the session lives; begin it with the first."""
         if self._is_over:
             raise SessionLostError("the session has ended: it was closed")
         opening = self._opening
         if opening is None:
-            opening = self._opening = self._find_session()
+            opening = self._opening = self._find_opening()
             opening.begin_session()
         elif not self._is_present(opening):
             raise SessionLostError("the session has ended: the batcher was closed")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, Literal, overload
 
 from fast_batcher._core.values import Request, Share, settle
+from fast_batcher._opening.cache import SingleFlight
+from fast_batcher._opening.life import LoopBinding
+from fast_batcher._opening.opening import Opening
 from fast_batcher._process import monotonic
-from fast_batcher._session.cache import SingleFlight
-from fast_batcher._session.life import LoopBinding
-from fast_batcher._session.session import Session
 from fast_batcher.errors import BatcherError, ConfigurationError, NotReadyError
 from fast_batcher.model import InputT, OutputT
 from fast_batcher.settings import Settings, checked_priority, checked_share, checked_timeout
@@ -31,7 +31,7 @@ def set_options(
     request.rank(checked_priority(priority), checked_share(share))
 
 
-async def wait_for_answer(calls: Session | SingleFlight, request: Request) -> Any:
+async def wait_for_answer(calls: Opening | SingleFlight, request: Request) -> Any:
     """Let a request be answered that was made before, perhaps on another thread."""
     future = request.caller = Future(loop=calls.binding.loop)
     calls.accept(request)
@@ -51,7 +51,7 @@ class _ManyCalls:
 
     def __init__(
         self,
-        find_calls: Callable[[], Session | SingleFlight],
+        find_calls: Callable[[], Opening | SingleFlight],
         most_in_flight: int,
         method: str | None,
         *,
@@ -62,7 +62,7 @@ class _ManyCalls:
         self._method = method
         self._return_exceptions = return_exceptions
         # What has taken the last call.
-        self._calls: Session | SingleFlight | None = None
+        self._calls: Opening | SingleFlight | None = None
         self._in_flight: deque[Request] = deque()
         self.outputs: list[Any] = []
 
@@ -123,7 +123,7 @@ class _ManyCalls:
 
 
 async def process_many(
-    find_calls: Callable[[], Session | SingleFlight],
+    find_calls: Callable[[], Opening | SingleFlight],
     values: Iterable[Any],
     settings: Settings,
     *,
@@ -293,7 +293,7 @@ class ThreadCalls:
 
     def submit(
         self,
-        find_calls: Callable[[], Session | SingleFlight],
+        find_calls: Callable[[], Opening | SingleFlight],
         request: Request,
         binding: LoopBinding,
     ) -> concurrent.futures.Future[Any]:
@@ -329,7 +329,7 @@ class ThreadCalls:
 
 async def _answer(
     future: concurrent.futures.Future[Any],
-    find_calls: Callable[[], Session | SingleFlight],
+    find_calls: Callable[[], Opening | SingleFlight],
     request: Request,
 ) -> None:
     """Give a thread the outcome of its call."""

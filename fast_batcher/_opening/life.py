@@ -3,7 +3,7 @@
     Status           the state, and the error that has broken the batcher
     CurrentModel     the model that the workers load, over its reloads
     LiveSettings     the settings, over the calls of `reconfigure`
-    LoopBinding      the process, event loop and thread that a session belongs to
+    LoopBinding      the process, event loop and thread that an opening belongs to
     Owners           the lifespans and `async with` blocks that keep it open
     CallOnSignal     runs a callback on a signal, then the previous handler; main thread
 
@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 
 from fast_batcher._core.values import MOVES, Event, State
 from fast_batcher._identity import identify_model
+from fast_batcher._opening.ledger import Ledger
 from fast_batcher._process import at_fork, monotonic
-from fast_batcher._session.ledger import Ledger
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -46,7 +46,7 @@ _NO_THREAD = -1
 
 
 class LoopBinding:
-    """The process, event loop and thread of a session, which are present when it is made."""
+    """The process, event loop and thread of an opening, which are present when it is made."""
 
     def __init__(self, name: str) -> None:
         self._name = name

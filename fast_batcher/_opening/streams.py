@@ -91,7 +91,7 @@ class ChunkQueue(ChunkSink):
         # The future of the reader, while it waits.
         self._waiter: Future[None] | None = None
 
-    # The session's side.
+    # The opening's side.
 
     def add(self, chunk: Any) -> None:
         """Keep the next chunk for the reader."""

@@ -1,6 +1,6 @@
-"""Kinds of models, as a session meets them: whole batches, and steps. Event loop's thread.
+"""Kinds of models, as an opening meets them: whole batches, and steps. Event loop's thread.
 
-A session is handed one object of these classes. It has what depends on the kind: the scheduler and
+An opening is handed one object of these classes. It has what depends on the kind: the scheduler and
 its limits, the records of batches and their explanation, and the orders to end one early.
 """
 
@@ -15,8 +15,8 @@ from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.stream_explanation import explain_streams
 from fast_batcher._core.stream_scheduler import StreamScheduler
 from fast_batcher._core.values import Batch, Limits, Order, most_streams, or_infinite
+from fast_batcher._opening.ledger import Ledger
 from fast_batcher._parent.worker_handle import WorkerHandle
-from fast_batcher._session.ledger import Ledger
 from fast_batcher._transport.pickling import measure_size
 from fast_batcher.settings import Settings
 from fast_batcher.stats import Explanation
