@@ -150,7 +150,8 @@ class InferenceModel(Model[InputT, OutputT]):
     allowed_batch_sizes: tuple[int, ...] | None = None
     """The sizes that a compiled model without a `collation` computes: the model itself fills up a
     batch to the next one, and gets no batch that is larger than the largest. May be set in
-    `__init__`. With a collation they are an argument of `Collation.stack`.
+    `__init__`. With a collation they are an argument of `Collation.stack`. For a `SteppedModel`
+    they are numbers of streams, and the largest is at least `max_batch_size`.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -230,8 +231,11 @@ _STATEFUL = {
     ModelKind.STEPS: (*_METHODS, *_STEPPED_METHODS),
     ModelKind.SESSIONS: _SESSION_METHODS,
 }
-# Attributes that a model with states cannot have.
-_NOT_STATEFUL = ("collation", "allowed_batch_sizes", "prepare", "finish")
+# Attributes that a model with states cannot have; a step may be compiled for numbers of streams.
+_NOT_STATEFUL = {
+    ModelKind.STEPS: ("collation", "prepare", "finish"),
+    ModelKind.SESSIONS: ("collation", "allowed_batch_sizes", "prepare", "finish"),
+}
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -415,7 +419,8 @@ def _find_stateful_fault(model: type, marked: list[str]) -> str | None:
     kinds = _list_stateful(model)
     if len(kinds) > 1:
         return "it is both a SteppedModel and a SessionModel; derive it from one of them"
-    others = [*marked, *(name for name in _NOT_STATEFUL if getattr(model, name, None))]
+    lacked = _NOT_STATEFUL[kinds[0]] if kinds else ()
+    others = [*marked, *(name for name in lacked if getattr(model, name, None))]
     return f"a {kinds[0].value[1]} cannot have {', '.join(others)}" if kinds and others else None
 
 

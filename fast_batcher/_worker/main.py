@@ -33,6 +33,7 @@ from fast_batcher._transport.logs import LogSettings
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.loop import BatchLoop, FramePort, InputReader, ReplyEncoder, WorkerPort
 from fast_batcher._worker.model import (
+    check_places,
     collate_methods,
     construct,
     find_gpu,
@@ -207,6 +208,8 @@ def load_warm(
     own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
     allowed = list_allowed_sizes(models)
     most, sizes = own_size or settings.max_batch_size, allowed.get("infer", ())
+    if kind is ModelKind.STEPS:
+        check_places(call.name, most, sizes)
     times = warm_up(models["infer"], most, sizes, in_turn.infer)
     warm = monotonic()
     if settings.freeze_gc:

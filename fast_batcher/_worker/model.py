@@ -213,6 +213,19 @@ def list_allowed_sizes(models: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: allowed for name, allowed in found.items() if allowed}
 
 
+def check_places(name: str, places: int, sizes: Sequence[int]) -> None:
+    """Check that a model which answers in steps is compiled for all of its places.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if sizes and places > sizes[-1]:
+        raise ConfigurationError(
+            f"max_batch_size={places} gives {name} more streams at a time than the largest of its "
+            f"allowed_batch_sizes, {sizes[-1]}; give max_batch_size={sizes[-1]}, or a larger size"
+        )
+
+
 class CollatedModel:
     """Model that joins inputs before `infer`, and splits its outputs."""
 

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 from models.base import Echo
 from models.ordinary import Slow
-from models.stepped import Counter, Crowded, Fixed, Growing, Large, Plan, Refused, Swelling
+from models.stepped import (
+    Counter,
+    Crowded,
+    Fixed,
+    Growing,
+    Large,
+    Plan,
+    Refused,
+    Sized,
+    Swelling,
+)
 from openings import PLACES, block_until_host_answers, every_place, host_of, opening_of
 from streams import read, whole
 from waits import LIMIT, SOON_IN_WORKER, assert_balance, both_loops, one_loop, outcome, turns, until
@@ -1015,6 +1025,21 @@ async def test_streams_of_a_dead_host() -> None:
         assert chunks == whole(Plan("long", len(chunks)))
         assert await answer == whole(Plan("w", 500))
         assert await read(batcher, Plan("p", 2)) == ["p:1", "p:2"]
+
+
+@every_place
+@one_loop
+async def test_warm_up_computes_every_allowed_number_of_streams(place: dict[str, Any]) -> None:
+    async with DynBatcher(Sized, max_batch_size=4, **place) as batcher:
+        for count in (1, 2, 3, 4):
+            answers = await batcher.process_many([3] * count)
+            assert all(is_known for chunks in answers for _, is_known in chunks), answers
+
+
+@one_loop
+async def test_more_places_than_the_largest_allowed_number_of_streams_are_refused() -> None:
+    with pytest.raises(WorkerStartupError, match="give max_batch_size=4, or a larger size"):
+        await DynBatcher(Sized, max_batch_size=5).open()
 
 
 @one_loop

@@ -1,4 +1,4 @@
-"""Access to the inside of a batcher, and batchers with both kinds of sessions."""
+"""Access to the inside of a batcher, and batchers with both kinds of openings."""
 
 import functools
 import select
@@ -31,7 +31,7 @@ every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
 def opening_of(batcher: DynBatcher[Any, Any]) -> LocalOpening:
-    """The session of a batcher that has been opened."""
+    """The opening of a batcher."""
     assert isinstance(batcher._opening, LocalOpening)
     return batcher._opening
 

@@ -218,3 +218,35 @@ class Large(SteppedModel[int, bytes]):
         for state in states:
             state[0] -= 1
         return [bytes(2**20) if left else Done(bytes(2**20)) for (left,) in states]
+
+
+class Sized(SteppedModel[int, tuple[int, bool]]):
+    """Answers with the number of streams that a step was filled up to, and whether it was known.
+
+    Known are the numbers that were computed before the first request.
+    """
+
+    allowed_batch_sizes = (1, 2, 4)
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._is_warm = False
+
+    def join(self, inputs: list[int]) -> list[list[int]]:
+        """Begin streams of so many chunks; a warm-up's have a negative number."""
+        self._is_warm = self._is_warm or inputs[0] > 0
+        return [[abs(count)] for count in inputs]
+
+    def step(self, states: list[list[int]]) -> list[Any]:
+        """Fill the states up."""
+        size = next(size for size in self.allowed_batch_sizes if size >= len(states))
+        if not self._is_warm:
+            self._known.add(size)
+        for state in states:
+            state[0] -= 1
+        chunk = (size, size in self._known)
+        return [chunk if state[0] else Done(chunk) for state in states]
+
+    def warmup_inputs(self) -> list[int]:
+        """Return one stream of a chunk."""
+        return [-1]
