@@ -307,6 +307,17 @@ def finish(
     return 1 if arguments.check and not all(v.holds for v in verdicts) else 0
 
 
+def run_git(*arguments: str, folder: Path = ROOT) -> str | None:
+    """Return what git prints in a checkout; None without git, or outside of a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
 def store(
     path: Path | None,
     name: str,
@@ -356,6 +367,8 @@ def store(
     result = {
         "benchmark": name,
         "date": date,
+        # Of the code that was measured; None outside of a checkout.
+        "commit": run_git("rev-parse", "HEAD"),
         "command": command,
         "hardware": machine,
         "versions": versions,

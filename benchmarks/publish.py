@@ -1,5 +1,7 @@
 """Writes the README's table from the stored results of `benchmarks.http`; measures nothing.
 
+Lists the stored results that are older than the last change of the package.
+
 python -m benchmarks.publish          write
 python -m benchmarks.publish --check  end with 1 if the README does not say what the results say
 """
@@ -8,10 +10,11 @@ import argparse
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks import http
-from benchmarks.harness import RESULTS, ROOT
+from benchmarks.harness import RESULTS, ROOT, run_git
 from benchmarks.report import Measurement, Series
 from fast_batcher.stats import number
 
@@ -72,6 +75,22 @@ def put(document: str, mark: str, text: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document)
 
 
+def list_outdated(results: Path = RESULTS, folder: Path = ROOT) -> list[str]:
+    """Describe the stored results that were measured before the last change of the package.
+
+    Earlier results do not name their commit, so their date counts.
+    """
+    found = []
+    for path in sorted(results.glob("*.json")):
+        stored = json.loads(path.read_text())
+        commit, date = stored.get("commit"), stored["date"]
+        since = [f"{commit}..HEAD"] if commit else [f"--since={date}", "HEAD"]
+        count = run_git("rev-list", "--count", *since, "--", "fast_batcher", folder=folder)
+        if count not in ("0", None):
+            found.append(f"{path.stem}: of {date[:10]}, {count} changes of the package since")
+    return found
+
+
 def main() -> int:
     """Write, or compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -84,6 +103,7 @@ def main() -> int:
         print("up to date" if before == after else stale)
         return int(before != after)
     README.write_text(after)
+    print("\n".join(list_outdated()))
     return 0
 
 

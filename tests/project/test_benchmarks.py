@@ -17,7 +17,9 @@ from programs import run_command
 from waits import LIMIT
 
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
+from benchmarks.harness import run_git
 from benchmarks.loops import mean_batch_size, open_loop
+from benchmarks.publish import list_outdated
 from benchmarks.report import Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load, steady_rate
 from benchmarks.stepping import MEAN, PLACES, STEP_TIMES
@@ -169,6 +171,30 @@ def test_overhead_command_stores_its_results(tmp_path: Path) -> None:
     assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
     assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
     assert "[2/2]" in done.stderr
+
+
+# Stored results.
+
+
+@pytest.mark.slow
+def test_results_older_than_the_package_are_listed(tmp_path: Path) -> None:
+    checkout, results = tmp_path / "checkout", tmp_path / "results"
+    results.mkdir()
+    (checkout / "fast_batcher").mkdir(parents=True)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], cwd=checkout, check=True)
+    for number in range(3):
+        (checkout / "fast_batcher" / "file.py").write_text(f"{number}")
+        (checkout / "README.md").write_text(f"{number}")
+        subprocess.run([*git, "add", "."], cwd=checkout, check=True)
+        subprocess.run([*git, "commit", "-qm", f"{number}"], cwd=checkout, check=True)
+    for name, commit in (("old", "HEAD~1"), ("new", "HEAD")):
+        stored = {"date": "2026-01-02T03:04:05+00:00"}
+        stored["commit"] = str(run_git("rev-parse", commit, folder=checkout))
+        (results / f"{name}.json").write_text(json.dumps(stored))
+    assert list_outdated(results, checkout) == [
+        "old: of 2026-01-02, 1 changes of the package since"
+    ]
 
 
 # Streams.
