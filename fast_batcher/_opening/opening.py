@@ -61,7 +61,7 @@ from fast_batcher._opening.outcomes import CostEvaluator, Reports, timeout_of
 from fast_batcher._opening.streams import give_chunks
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender, SharedAnswer
-from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
+from fast_batcher._parent.staging import LARGEST_COPY_ON_LOOP, MemoryService
 from fast_batcher._parent.worker_handle import Answer, Exit, Unsendable, WorkerHandle
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadWorker
@@ -613,7 +613,7 @@ class LocalOpening(Opening):
         """Begin to copy a large answer in a thread; drop one for which no caller waits."""
         if not batch.open_count:
             answer.drop()
-        elif answer.size > MOST_AT_ONCE:
+        elif answer.size > LARGEST_COPY_ON_LOOP:
             self._copy_out(batch, answer)
             return True
         return False

@@ -19,7 +19,7 @@ from typing import Any
 
 from fast_batcher._core.values import Batch, Failure, Order, Report, most_batches
 from fast_batcher._parent.staging import (
-    MOST_AT_ONCE,
+    LARGEST_COPY_ON_LOOP,
     CopyState,
     InputArena,
     MemoryService,
@@ -190,7 +190,7 @@ class BatchSender:
             return False
         named = (whole.start, whole.length, pickled.sizes, pickled.items)
         frame = (Kind.SHARED, batch.id, dumps((named, batch.make_note())))
-        if pickled.size > MOST_AT_ONCE:
+        if pickled.size > LARGEST_COPY_ON_LOOP:
             fill = functools.partial(self._fill, worker, worker.reserve(), batch, frame)
             self._memory.run_in_thread(
                 functools.partial(_write_pickle, slabs, whole, pickled),

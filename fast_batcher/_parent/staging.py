@@ -220,21 +220,21 @@ class MemoryService:
 LEAST_STAGED = 56 * 1024
 # Upper bound of the bytes of a pickled array besides its data: an input is staged only if it could
 # also go through the pipe.
-MOST_AROUND = 4096
+LARGEST_HEAD = 4096
 # Bytes of the largest copy on the event loop: 0.1 ms, or 1 ms where the system has to provide the
 # memory first.
-MOST_AT_ONCE = 1024 * 1024
+LARGEST_COPY_ON_LOOP = 1024 * 1024
 # Bytes that the loop copies in one of its turns, in two to four milliseconds: a batch of 32 images
 # goes as a whole, because waiting for the thread takes longer than the copies. Bytes for which the
 # system has to provide memory count `FRESH_COST` times, because they take that much longer.
-MOST_PER_TURN = 32 * 1024 * 1024
+MOST_COPIED_IN_TURN = 32 * 1024 * 1024
 FRESH_COST = 10
 # Most slabs that are open for more inputs at a time. Each holds memory for a batch.
-MOST_OPEN = 4
+MOST_OPEN_SLABS = 4
 # Largest share of all shared memory for one open slab, and for all taken slabs when another is
 # opened: inputs that are not staged need room too.
-MOST_OF_ONE = 1 / 4
-MOST_OF_ALL = 1 / 2
+LARGEST_SHARE_OF_SLAB = 1 / 4
+LARGEST_SHARE_OF_SLABS = 1 / 2
 
 
 class CopyState(Enum):
@@ -289,7 +289,7 @@ class InputArena:
         memory: MemoryService,
         settings: Settings,
         warn: Callable[[BaseException], None],
-        most_of_all: float = MOST_OF_ALL,
+        most_of_all: float = LARGEST_SHARE_OF_SLABS,
     ) -> None:
         self._memory = memory
         self._warn = warn
@@ -297,10 +297,10 @@ class InputArena:
         self._most_of_all = most_of_all
         # Bytes from which on, and up to which, an input is staged.
         self._least = max(settings.shared_memory_threshold, LEAST_STAGED)
-        self._most = settings.max_frame_bytes - MOST_AROUND
+        self._most = settings.max_frame_bytes - LARGEST_HEAD
         # Slabs are opened for batches of this size.
         self.batch_size = settings.batch_limit
-        # Bytes that the loop has copied in this turn, as they count for `MOST_PER_TURN`.
+        # Bytes that the loop has copied in this turn, as they count for `MOST_COPIED_IN_TURN`.
         self._copied = 0
         # The probes, by type of value. Empty until `enable`, so that apps with small inputs skip
         # the probe.
@@ -317,7 +317,7 @@ class InputArena:
         self.probes.update(find_probes())
 
     def end_turn(self) -> None:
-        """Note that a turn of the loop is over: the next may copy `MOST_PER_TURN` bytes again."""
+        """Note the end of a turn: the next one may copy `MOST_COPIED_IN_TURN` bytes again."""
         self._copied = 0
 
     def stage(self, value: Any) -> StagedInput | None:
@@ -342,7 +342,7 @@ class InputArena:
             return None
         section, staged = found_room
         cost = size + slabs.count_fresh(section) * (FRESH_COST - 1)
-        if size > MOST_AT_ONCE or self._copied + cost > MOST_PER_TURN:
+        if size > LARGEST_COPY_ON_LOOP or self._copied + cost > MOST_COPIED_IN_TURN:
             # The section keeps the slab, even if the request leaves.
             copy = functools.partial(_copy_staged, slabs, section, view, staged)
             self._memory.run_in_thread(copy, functools.partial(self._finish, slabs, staged))
@@ -369,7 +369,7 @@ class InputArena:
             return None
         section, original = found_room
         cost = slabs.count_fresh(section) * FRESH_COST
-        if self._copied + cost > MOST_PER_TURN:
+        if self._copied + cost > MOST_COPIED_IN_TURN:
             # The system provides it for later arrays.
             provide = functools.partial(slabs.write, section, (), releases_gil=True)
             self._memory.run_in_thread(provide, lambda _: None)
@@ -407,12 +407,12 @@ class InputArena:
         return Section(slab, start, size), staged
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> OpenSlab | None:
-        count = max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
+        count = max(1, min(self.batch_size, int(slabs.size * LARGEST_SHARE_OF_SLAB) // size))
         most = int(slabs.size * self._most_of_all)
         # The open slabs may be of layouts that never come again.
         open_slabs = self._memory.open_slabs
         while open_slabs and (
-            len(open_slabs) == MOST_OPEN or slabs.taken_bytes + count * size > most
+            len(open_slabs) == MOST_OPEN_SLABS or slabs.taken_bytes + count * size > most
         ):
             self._memory.close_slab(next(iter(open_slabs.values())))
         count = min(count, (most - slabs.taken_bytes) // size)

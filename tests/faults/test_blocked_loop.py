@@ -19,7 +19,7 @@ from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns, u
 from fast_batcher import DeadlineExceededError, DynBatcher, NotReadyError
 from fast_batcher._core.loop_lag import SERIOUS, TICK
 from fast_batcher._opening import opening
-from fast_batcher._parent.staging import MOST_AT_ONCE
+from fast_batcher._parent.staging import LARGEST_COPY_ON_LOOP
 from fast_batcher._parent.worker_handle import WorkerHandle
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher.fastapi.status.page import _of_loop
@@ -173,7 +173,7 @@ async def test_two_batchers_of_a_loop_have_one_watch(caplog: pytest.LogCaptureFi
 async def test_answer_does_not_expire_during_copy() -> None:
     async with DynBatcher(Grows, timeout=IN_TIME) as batcher:
         with copier_held(batcher):
-            copied = call(batcher, 2 * MOST_AT_ONCE)
+            copied = call(batcher, 2 * LARGEST_COPY_ON_LOOP)
             await until_copying(batcher)
             # Its deadline is later than that of the call before.
             loop = asyncio.get_running_loop()
@@ -182,7 +182,7 @@ async def test_answer_does_not_expire_during_copy() -> None:
             await passed
             assert batcher.stats.running == 1
             assert not copied.done()
-        assert len(await outcome(copied)) == 2 * MOST_AT_ONCE
+        assert len(await outcome(copied)) == 2 * LARGEST_COPY_ON_LOOP
         stats = assert_balance(batcher)
         assert (stats.completed, stats.expired) == (1, 0)
 

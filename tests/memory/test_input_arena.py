@@ -36,7 +36,7 @@ from sender_harness import (
 from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
-from fast_batcher._parent.staging import FRESH_COST, LEAST_STAGED, MOST_PER_TURN
+from fast_batcher._parent.staging import FRESH_COST, LEAST_STAGED, MOST_COPIED_IN_TURN
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import loads
 
@@ -131,7 +131,7 @@ def test_loop_turn_copies_a_bounded_part(harness: SenderHarness) -> None:
     for cost in (size * FRESH_COST, size):
         staged = [harness.arena.stage(filled(number, size)) for number in range(8)]
         assert None not in staged
-        assert len(harness.jobs) == max(0, 8 - MOST_PER_TURN // cost)
+        assert len(harness.jobs) == max(0, 8 - MOST_COPIED_IN_TURN // cost)
         # The system has provided the memory from now on.
         harness.run_jobs()
         staged.clear()
@@ -249,7 +249,7 @@ def test_memory_of_forked_child_is_not_reused(harness: SenderHarness, forks: boo
 def test_loop_turn_maps_little_memory(harness: SenderHarness) -> None:
     kept: list[Any] = []
     found: list[Any] = []
-    most = MOST_PER_TURN // FRESH_COST // SMALL
+    most = MOST_COPIED_IN_TURN // FRESH_COST // SMALL
     assert most > 2
     for _ in range(2):
         harness.arena.end_turn()

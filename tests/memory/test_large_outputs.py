@@ -16,7 +16,7 @@ from sender_harness import DYING, LOST, MEBI, SMALL, ask_amid_deaths, copier_hel
 from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._parent.staging import MOST_AT_ONCE
+from fast_batcher._parent.staging import LARGEST_COPY_ON_LOOP
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dumps
@@ -25,11 +25,11 @@ from fast_batcher.errors import DeadlineExceededError, TransportError
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 # An answer that is copied at once, and one that is copied aside.
-ASIDE = MOST_AT_ONCE + 1
+ASIDE = LARGEST_COPY_ON_LOOP + 1
 # Around everything that makes a difference.
 SIZES = sorted(
     size + more
-    for size in (0, 4096, 16384, 65536, 262_144, MOST_AT_ONCE, 3 * MEBI)
+    for size in (0, 4096, 16384, 65536, 262_144, LARGEST_COPY_ON_LOOP, 3 * MEBI)
     for more in (-1, 0, 1)
     if size + more >= 0
 )

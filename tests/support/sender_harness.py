@@ -17,7 +17,7 @@ from waits import LIMIT, assert_balance, call, outcome, turns, until
 from fast_batcher import DynBatcher
 from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._parent.sending import BatchSender, FrameWorker
-from fast_batcher._parent.staging import MOST_AT_ONCE, Done, Job, MemoryService
+from fast_batcher._parent.staging import LARGEST_COPY_ON_LOOP, Done, Job, MemoryService
 from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
 from fast_batcher._transport.pickling import loads
@@ -29,7 +29,7 @@ MEBI = 2**20
 SIZE = 16 * MEBI
 MAX_FRAME_BYTES = 8 * MEBI
 # A batch of one that the loop copies, and one that the copier thread copies.
-SMALL, LARGE = 300_000, MOST_AT_ONCE + 1
+SMALL, LARGE = 300_000, LARGEST_COPY_ON_LOOP + 1
 
 
 class Worker:
