@@ -6,7 +6,7 @@
     launch       the process, its output and its end     ------>  main     the listener, stderr
     link         the connection                                   server   API processes
     client       `RemoteOpening`: requests, outcomes     <----->  tenant   one API process
-                                                                  opening  scheduler and workers
+    inputs       packing of their inputs                          opening  scheduler and workers
                                      messages, protocol
 
 The rendezvous takes place in a private directory (`directory`), under a lock. The starter of a host
