@@ -46,8 +46,8 @@ FOREIGN_NAMES = {
 BUDGETS = {
     "streams": (
         r"stepped\.py|_opening/streams\.py|_worker/steps\.py|_core/stream_\w+\.py",
-        # The places of streams in workers were a part of the core; one line is for an import.
-        799,
+        # The places of streams in workers were a part of the core; two lines are for imports.
+        800,
     ),
     "sessions": (
         r"sessions\.py|_opening/sessions\.py|_worker/states\.py|_core/sessions\.py",
@@ -57,7 +57,7 @@ BUDGETS = {
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune; 136 for batches
     # that tune and doctor form as the scheduler does.
     "tools": (r"(_cli|_load)/|__main__\.py", 2572),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1815),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1817),
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
     # rules of the user's; 213 for shares; 129 for batches that are joined end to end; 24 for
     # the count of filled elements, which the worker alone knows; 46 for a scheduler whose parts no
@@ -67,8 +67,8 @@ BUDGETS = {
     # 140 for the one identity of a model, and programs that start themselves again; 297 for
     # mistakes that passed in silence: a blocked event loop, a silent start, arguments of helpers;
     # 7 for calls that are late when a decision raises; 80 for records of logs, cores of control
-    # groups, and the load of a batcher with a cost; 52 for imports of files that were divided.
-    "core": ("", 19_975),
+    # groups, and the load of a batcher with a cost; 67 for imports of files that were divided.
+    "core": ("", 19_990),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
