@@ -14,7 +14,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._arrays.stacking import lend
 from fast_batcher._core.values import Failed, Order
 from fast_batcher._observers import NO_CONTEXTS, BatchContexts

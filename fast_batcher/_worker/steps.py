@@ -15,7 +15,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._arrays.stacking import lend
 from fast_batcher._core.values import Failed, Order
 from fast_batcher._transport.pickling import SerializedError, describe

@@ -222,7 +222,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "ray": {"errors", "settings"},
     "model": {"_arrays.collation", "_arrays.ragged", "errors", "settings", "types"},
     "sessions": {"model", "types"},
-    "stepped": {"_arrays.joining", "errors", "model", "types"},
+    "stepped": {"_arrays.outputs", "errors", "model", "types"},
     "_arrays": {"errors", "settings"},
     "_load": {"stats"},
 }
