@@ -44,7 +44,8 @@ from typing import (
 )
 
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
+from fast_batcher._arrays.joining import is_much, join
+from fast_batcher._arrays.outputs import is_one_value, split_rows
 from fast_batcher._core.values import STATE_OPEN, Event, Request, State
 from fast_batcher._devices import CoreClaim, find_gpus, find_missing
 from fast_batcher._identity import identify_reloaded

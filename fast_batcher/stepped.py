@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from math import inf, nan
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher.errors import is_kind
 from fast_batcher.model import InferenceModel, InputT
 from fast_batcher.types import Rows

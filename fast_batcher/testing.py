@@ -33,7 +33,7 @@ from fast_batcher._parent.worker_handle import WorkerHandle
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import describe
-from fast_batcher._worker.loop import limit_output, pickle_output, unpickle_item
+from fast_batcher._worker.frames import limit_output, pickle_output, unpickle_item
 from fast_batcher.batcher import DynBatcher, list_open, session_makers
 from fast_batcher.errors import (
     BatcherError,

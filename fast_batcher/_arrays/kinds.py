@@ -5,7 +5,10 @@ a tensor if its library is loaded.
 """
 
 import sys
-from typing import Any
+from typing import Any, Final
+
+# Types of values that contain no array.
+ATOMS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def find_numpy() -> Any:

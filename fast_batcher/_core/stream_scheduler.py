@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any, Final
 
+from fast_batcher._core.admission import Admission, reject_late_arrival
 from fast_batcher._core.queue import Queue, RankedQueue
-from fast_batcher._core.scheduler import Admission, Scheduler, reject_late_arrival
+from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.sessions import SessionQueue
 from fast_batcher._core.values import Batch, Limits, Rejection, Request, Share
 from fast_batcher._core.workers import Slots, WorkerSlot, WorkerTable

@@ -4,9 +4,10 @@
     identity     the key: who shares a host
     rendezvous   finds the key's host, or starts it
     launch       the process, its output and its end     ------>  main     the listener, stderr
-    link         the connection                                   server   API processes, workers
+    link         the connection                                   server   API processes
     client       `RemoteOpening`: requests, outcomes     <----->  tenant   one API process
-                                     messages, protocol, streams
+    inputs       packing of their inputs                          opening  scheduler and workers
+                                     messages, protocol
 
 The rendezvous takes place in a private directory (`directory`), under a lock. The starter of a host
 binds its socket, listens, and connects before the host exists; the host inherits the listener.

@@ -17,9 +17,7 @@ import functools
 import itertools
 import logging
 import math
-import os
 import threading
-from asyncio import AbstractEventLoop
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +39,7 @@ from fast_batcher._core.values import (
     settle,
 )
 from fast_batcher._host import messages
+from fast_batcher._host.inputs import HostInputs
 from fast_batcher._host.link import HostLink, find_key, make_generation, make_hello
 from fast_batcher._host.messages import Generation, Handlers, Hello, HostState, Welcome
 from fast_batcher._host.protocol import (
@@ -58,16 +57,8 @@ from fast_batcher._opening.life import Changes, CurrentModel, LiveSettings, Loop
 from fast_batcher._opening.opening import Opening
 from fast_batcher._opening.outcomes import CostEvaluator, timeout_of
 from fast_batcher._opening.streams import ChunkQueue, add_chunk
-from fast_batcher._parent.sending import PicklingWatch, decode, dump_input, make_pickler
-from fast_batcher._parent.staging import (
-    LEAST_STAGED,
-    CopyState,
-    InputArena,
-    MemoryService,
-    StagedInput,
-)
+from fast_batcher._parent.sending import decode
 from fast_batcher._process import after_fork_in_child, monotonic
-from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
 from fast_batcher.errors import (
@@ -88,108 +79,6 @@ from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
-
-
-class HostInputs:
-    """Packs the inputs of one API process for its host."""
-
-    def __init__(self, settings: Settings, loop: AbstractEventLoop, name: str) -> None:
-        self._settings = settings
-        self._name = name
-        self._pickler = make_pickler(settings)
-        self._watch = PicklingWatch(name)
-        self.memory = MemoryService(loop, 0, name)
-        self.arena = InputArena(self.memory, settings, self._warn)
-        # Memory of rows that a worker may view, by the request's id.
-        self._rows: dict[int, Slab] = {}
-        # Memory of dead hosts that is being closed.
-        self._lost: list[Slabs] = []
-        self._has_large = False
-        self._has_warned = False
-
-    def use(self, descriptors: tuple[int, int] | None, start: int, length: int) -> None:
-        """Use a range of a host's memory from now on."""
-        if descriptors is not None:
-            memory, lifeline = descriptors
-            try:
-                slabs = self.memory.slabs = Slabs(length, memory, start)
-            except OSError as error:
-                os.close(lifeline)
-                self._warn(error)
-            else:
-                slabs.when_unmapped(functools.partial(os.close, lifeline))
-        # The range is for staged inputs alone: all others go through the socket.
-        self.arena = InputArena(self.memory, self._settings, self._warn, most_of_all=1.0)
-        if self._has_large:
-            self.arena.enable()
-
-    def lose(self) -> None:
-        """Forget the memory of a host that is dead."""
-        self._rows.clear()
-        self.memory.close_slabs()
-        slabs, self.memory.slabs = self.memory.slabs, None
-        if isinstance(slabs, Slabs):
-            self._lost.append(slabs)
-            self.memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
-
-    def stage(self, request: Request) -> StagedInput | None:
-        """Copy a large input into shared memory; return it if a thread still copies."""
-        if type(request.value) not in self.arena.probes:
-            return None
-        staged = request.staged = self.arena.stage(request.value)
-        return staged if staged is not None and staged.state is CopyState.COPYING else None
-
-    def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Make an array in shared memory; None if the caller must make an ordinary one."""
-        self._enable()
-        return self.arena.allocate(dtype, shape)
-
-    def pack(self, request: Request) -> bytes | Row | BatcherError:
-        """Return the input of a request as a row of shared memory or as a pickle, or an error."""
-        staged: StagedInput | None = request.staged
-        slabs = self.memory.slabs
-        if staged is not None and staged.slab is not None and isinstance(slabs, Slabs):
-            self._rows[request.id] = staged.slab
-            staged.release()
-            return staged.layout, slabs.base + staged.start, slabs.base + staged.end
-        return self.pickle(request.value)
-
-    def pickle(self, value: Any) -> bytes | BatcherError:
-        """Return an input as a pickle, or an error."""
-        began_at = monotonic()
-        item = dump_input(self._pickler, value, self._settings.max_frame_bytes)
-        self._watch.check(began_at)
-        if isinstance(item, bytes) and len(item) >= LEAST_STAGED:
-            self._enable()
-        return item
-
-    def free(self, request_ids: list[int]) -> None:
-        """Free the memory of rows that no worker views any more."""
-        for request_id in request_ids:
-            self._rows.pop(request_id, None)
-
-    def close(self) -> None:
-        """Unmap the memory and end the copier thread; may be called again."""
-        self._rows.clear()
-        self.memory.close()
-        for slabs in self._lost:  # the copier thread has ended before it came to them
-            slabs.close()
-        self._lost.clear()
-
-    def _enable(self) -> None:
-        if not self._has_large:
-            self._has_large = True
-            self.arena.enable()
-
-    def _warn(self, reason: BaseException | str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%s: large inputs go through a socket, which is slower: %s",
-                self._name,
-                str(reason),
-            )
-
 
 # Seconds between two looks for a host that another process may have started, perhaps with a model
 # that can be loaded. A look takes a lock and a connection.

@@ -28,7 +28,8 @@ from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._arrays.joining import is_much, join, list_outputs, split, split_rows
+from fast_batcher._arrays.joining import is_much, join
+from fast_batcher._arrays.outputs import list_outputs, split, split_rows
 from fast_batcher._identity import identify_function
 from fast_batcher._local.function import DecoratorSettings, Function, UserFunction, bind_weakly
 from fast_batcher._local.session import (

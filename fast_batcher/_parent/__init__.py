@@ -3,7 +3,7 @@
     parent process                                                worker process
     event loop's thread                                           main thread
       pool -> worker_handle
-              worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.loop
+              worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.frames
     spawner thread (pool)                                         watcher thread
       starts the processes                                          ends it when the parent is dead
     copier thread (staging)

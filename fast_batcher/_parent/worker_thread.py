@@ -34,8 +34,8 @@ from fast_batcher._parent.worker_handle import (
 )
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import PING_ID, BatchJob, Told, describe_errors
 from fast_batcher._worker.main import WorkerSettings, load_and_serve
+from fast_batcher._worker.port import PING_ID, BatchJob, Told, describe_errors
 
 # Answers that may wait for the event loop before the thread waits for it: a model with quick steps
 # would fill the memory, and then the loop. The loop takes about 3 ms for as many.

@@ -30,13 +30,15 @@ from fast_batcher._transport.channels import BlockingChannel, Frame
 from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._version import __version__
-from fast_batcher._worker.loop import BatchJob, BatchLoop, FramePort, InputReader, ReplyEncoder
+from fast_batcher._worker.frames import FramePort, InputReader, ReplyEncoder
+from fast_batcher._worker.loop import BatchLoop
 from fast_batcher._worker.main import (
     WorkerSettings,
     close_model,
     load_warm,
     make_step_loop,
 )
+from fast_batcher._worker.port import BatchJob
 from fast_batcher.errors import WorkerStartupError
 
 if TYPE_CHECKING:

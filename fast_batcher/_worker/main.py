@@ -31,7 +31,8 @@ from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import BlockingChannel
 from fast_batcher._transport.logs import LogSettings
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import BatchLoop, FramePort, InputReader, ReplyEncoder, WorkerPort
+from fast_batcher._worker.frames import FramePort, InputReader, ReplyEncoder
+from fast_batcher._worker.loop import BatchLoop
 from fast_batcher._worker.model import (
     check_places,
     collate_methods,
@@ -43,6 +44,7 @@ from fast_batcher._worker.model import (
     warm_up,
     warn_about_unused_gpus,
 )
+from fast_batcher._worker.port import WorkerPort
 from fast_batcher._worker.stages import StageLoop, Stages, StagesInTurn
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model import MethodOptions, ModelKind, find_kind, find_methods

@@ -20,13 +20,11 @@ from fast_batcher._arrays.joining import (
     Row,
     count_elements,
     describe_difference,
-    is_one_value,
     join_leaves,
-    list_outputs,
     make_filler,
     make_row,
-    split,
 )
+from fast_batcher._arrays.outputs import is_one_value, list_outputs, split
 from fast_batcher._arrays.trees import flatten
 from fast_batcher._devices import find_gpus
 from fast_batcher._file_state import FileState, read_state

@@ -14,10 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._core.values import Failed
 from fast_batcher._transport import pickling
-from fast_batcher._worker.loop import BatchJob, BatchLoop, WorkerPort, breaks_device
+from fast_batcher._worker.loop import BatchLoop, breaks_device
+from fast_batcher._worker.port import BatchJob, WorkerPort
 from fast_batcher.errors import forget_frames, is_kind
 
 Calls = list[Future[Any]]

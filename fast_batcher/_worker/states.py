@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._core.values import CALL_FAILED
 from fast_batcher.errors import SessionLostError
 

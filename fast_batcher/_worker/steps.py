@@ -15,12 +15,13 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._arrays.stacking import lend
 from fast_batcher._core.values import Failed, Order
 from fast_batcher._transport.pickling import SerializedError, describe
 from fast_batcher._transport.progress import BEGUN, WorkerProgress
-from fast_batcher._worker.loop import BatchJob, Told, WorkerPort, judge
+from fast_batcher._worker.loop import judge
+from fast_batcher._worker.port import BatchJob, Told, WorkerPort
 from fast_batcher._worker.states import LiveStates
 from fast_batcher.errors import is_kind
 from fast_batcher.stepped import Grow, read_outcome

@@ -191,7 +191,7 @@ def test_frames_are_known_below_the_seam_alone() -> None:
         if any(ours(target) == "_transport.channels" for target in source.imports())
     }
     parts = {name for name in know if SOURCES[name].part not in ("_host", "_ray", "_transport")}
-    assert parts == {"_parent.sending", "_parent.worker_process", "_worker.loop", "_worker.main"}
+    assert parts == {"_parent.sending", "_parent.worker_process", "_worker.frames", "_worker.main"}
 
 
 @every_source
@@ -222,7 +222,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "ray": {"errors", "settings"},
     "model": {"_arrays.collation", "_arrays.ragged", "errors", "settings", "types"},
     "sessions": {"model", "types"},
-    "stepped": {"_arrays.joining", "errors", "model", "types"},
+    "stepped": {"_arrays.outputs", "errors", "model", "types"},
     "_arrays": {"errors", "settings"},
     "_load": {"stats"},
 }

@@ -46,8 +46,8 @@ FOREIGN_NAMES = {
 BUDGETS = {
     "streams": (
         r"stepped\.py|_opening/streams\.py|_worker/steps\.py|_core/stream_\w+\.py",
-        # The places of streams in workers were a part of the core.
-        798,
+        # The places of streams in workers were a part of the core; two lines are for imports.
+        800,
     ),
     "sessions": (
         r"sessions\.py|_opening/sessions\.py|_worker/states\.py|_core/sessions\.py",
@@ -57,7 +57,7 @@ BUDGETS = {
     # 90 lines are for streams: parts of bodies in bench, steps in doctor and tune; 136 for batches
     # that tune and doctor form as the scheduler does.
     "tools": (r"(_cli|_load)/|__main__\.py", 2572),
-    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1815),
+    "edge": (r"_ray/|ray\.py|fastapi/status/|prometheus\.py|opentelemetry\.py", 1817),
     # 273 lines are for sessions: the way through the scheduler, the frames and the host; 91 for
     # rules of the user's; 213 for shares; 129 for batches that are joined end to end; 24 for
     # the count of filled elements, which the worker alone knows; 46 for a scheduler whose parts no
@@ -68,8 +68,8 @@ BUDGETS = {
     # mistakes that passed in silence: a blocked event loop, a silent start, arguments of helpers;
     # 7 for calls that are late when a decision raises; 80 for records of logs, cores of control
     # groups, and the load of a batcher with a cost; 13 for steps that are compiled for some numbers
-    # of streams.
-    "core": ("", 19_936),
+    # of streams; 84 for imports of files that were divided.
+    "core": ("", 20_020),
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

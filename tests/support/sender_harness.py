@@ -21,7 +21,8 @@ from fast_batcher._parent.staging import LARGEST_COPY_ON_LOOP, Done, Job, Memory
 from fast_batcher._shared_memory.inputs import Slab, Slabs, SlabViews
 from fast_batcher._transport.channels import Frame, Kind, Reservation
 from fast_batcher._transport.pickling import loads
-from fast_batcher._worker.loop import BatchJob, InputReader
+from fast_batcher._worker.frames import InputReader
+from fast_batcher._worker.port import BatchJob
 from fast_batcher.errors import BatcherError, PoisonRequestError
 from fast_batcher.settings import Settings
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from fast_batcher import Collation, CollationError
-from fast_batcher._arrays.joining import join, split, split_rows
+from fast_batcher._arrays.joining import join
+from fast_batcher._arrays.outputs import split, split_rows
 from fast_batcher._arrays.trees import flatten
 
 Make = Callable[[np.random.Generator], Any]

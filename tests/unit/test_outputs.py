@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fast_batcher import OutputMismatchError
-from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._arrays.outputs import list_outputs
 
 as_list = partial(list_outputs, returned="infer returned", copies=False)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedulers import make, make_request, poll_batches, settle
 
+from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.prediction import BatchTimes, Method, Methods
 from fast_batcher._core.queue import (
     AGED_BATCHES,
@@ -18,7 +19,7 @@ from fast_batcher._core.queue import (
     RankedQueue,
     SummedPacker,
 )
-from fast_batcher._core.scheduler import DeadlineBatches, Scheduler
+from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import SENT, Group, Release, Request
 from fast_batcher._core.workers import WorkerSlot
 

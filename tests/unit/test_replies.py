@@ -10,7 +10,7 @@ import pytest
 from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import SerializedError, describe, loads
-from fast_batcher._worker.loop import ReplyEncoder
+from fast_batcher._worker.frames import ReplyEncoder
 
 MEBI = 2**20
 SIZE = 8 * MEBI

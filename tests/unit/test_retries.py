@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 from schedulers import NOTHING, Lost, make, poll_batches, run, settle, submit, told
 
-from fast_batcher._core.scheduler import ISOLATION_SECONDS, Scheduler
+from fast_batcher._core.retries import ISOLATION_SECONDS
+from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, BatchProgress, ExpiryReason, Release, Request
 
 # After a death.

@@ -22,7 +22,8 @@ from fast_batcher._core import queue
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.prediction import SizeCap
 from fast_batcher._core.queue import AGED_BATCHES, PaddedPacker
-from fast_batcher._core.scheduler import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES, Scheduler
+from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
+from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import (
     Action,
     Batch,

@@ -8,7 +8,7 @@ import pytest
 from schedulers import make_request
 
 from fast_batcher._core.policy import make_policy
-from fast_batcher._core.scheduler import MOST_DEATHS
+from fast_batcher._core.retries import MOST_DEATHS
 from fast_batcher._core.stream_scheduler import StreamScheduler
 from fast_batcher._core.values import (
     Dispatch,

@@ -22,7 +22,8 @@ from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, open_
 from fast_batcher._transport.logs import LogSettings, open_log_sockets
 from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.loop import BatchLoop, FramePort, InputReader, ReplyEncoder
+from fast_batcher._worker.frames import FramePort, InputReader, ReplyEncoder
+from fast_batcher._worker.loop import BatchLoop
 from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher._worker.stages import StageLoop, Stages
 
