@@ -333,22 +333,6 @@ def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> 
 _WORKER = 0
 
 
-@dataclass
-class Counts:
-    """Counts of a function since its first call or the last `clear_stats()`."""
-
-    items: int = 0
-    batches: int = 0
-    # Total time of all batches.
-    seconds: float = 0.0
-
-    def add(self, items: int, seconds: float) -> None:
-        """Count a batch."""
-        self.items += items
-        self.batches += 1
-        self.seconds += seconds
-
-
 class FunctionOpening:
     """Accepts requests from any thread, and settles each of them once."""
 
@@ -356,7 +340,6 @@ class FunctionOpening:
         self,
         function: Function,
         settings: DecoratorSettings,
-        counts: Counts,
         ledger: Ledger,
         lock: threading.Lock,
         loops: dict[asyncio.AbstractEventLoop, LoopCalls],
@@ -381,7 +364,6 @@ class FunctionOpening:
             packer=None if length is None else SummedPacker(length),
         )
         self._scheduler.worker_ready(monotonic(), _WORKER)
-        self._counts = counts
         self._lock = lock
         # The loops with callers.
         self._loops = loops
@@ -527,7 +509,8 @@ class FunctionOpening:
                 clear_frames(raised)
         requests = batch.requests
         with self._lock:
-            self._counts.add(len(requests), seconds)
+            self._ledger.counters.count_batch(len(requests), batch.release)
+            self._ledger.counters.infer_seconds += seconds
             now = monotonic()
             self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=raised is not None)
             if raised is not None:

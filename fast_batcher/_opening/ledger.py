@@ -101,6 +101,8 @@ class Counters:
     cache_results: Counter[str] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
+    # Seconds of all batches of a decorated function.
+    infer_seconds: float = 0.0
     # The last answered batches: the fields of a `BatchSample`, which takes 0.2 us to make.
     samples: deque[Any] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
     streams: StreamFigures = field(default_factory=StreamFigures)
