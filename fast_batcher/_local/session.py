@@ -46,7 +46,6 @@ from fast_batcher._core.values import (
     Failure,
     Limits,
     Request,
-    settle_open,
 )
 from fast_batcher._local.function import (
     DecoratorSettings,
@@ -56,7 +55,8 @@ from fast_batcher._local.function import (
     length_of,
 )
 from fast_batcher._observers import BatchContexts
-from fast_batcher._opening.ledger import GONE, Ledger
+from fast_batcher._opening.ledger import Ledger, give_outcome
+from fast_batcher._opening.output_cache import ends_task
 from fast_batcher._process import at_fork
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -196,15 +196,8 @@ class LoopCalls:
                 self.given.clear()
 
     def _give(self) -> None:
-        while self.given:
-            give, outcome = self.given.popleft()
-            try:
-                give(outcome)
-            except GONE:
-                pass  # the caller has gone, or another item failed first
-            except Exception:
-                # The event loop may have its own class of futures. The others must not wait.
-                logger.exception("the future of a caller has refused its outcome")
+        while self.given:  # a caller may have gone, and has an error if another item failed first
+            give_outcome(self.session.function.name, *self.given.popleft())
 
 
 def make_requests(items: Sequence[Any], caller: Any, settings: DecoratorSettings) -> list[Request]:
@@ -454,8 +447,10 @@ class FunctionOpening:
         if not batch.open_count:  # its callers have left before it began
             self._drop(batch)
             return
-        running = RunningBatch(self)
-        running_batch.set(running)
+        running = running_batch.get()
+        if running is None:  # the thread has one for all batches
+            running = RunningBatch(self)
+            running_batch.set(running)
         started = monotonic()
         try:
             # The call is made in this frame, which `_settle` removes from the traceback.
@@ -470,7 +465,7 @@ class FunctionOpening:
             self._settle(batch, monotonic() - started, raised=error)
             # The error refers to the function's frame, and so to this one: drop the batch from it.
             del batch
-            if runner is None and _is_for_the_loop(error):
+            if runner is None and ends_task(error):
                 raise
         else:
             running.has_ended = runner is None
@@ -509,8 +504,9 @@ class FunctionOpening:
                 clear_frames(raised)
         requests = batch.requests
         with self._lock:
-            self._ledger.counters.count_batch(len(requests), batch.release)
-            self._ledger.counters.infer_seconds += seconds
+            counters = self._ledger.counters
+            counters.batch_sizes[len(requests)] += 1
+            counters.infer_seconds += seconds
             now = monotonic()
             self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=raised is not None)
             if raised is not None:
@@ -531,7 +527,7 @@ class FunctionOpening:
         """
         to_error = self._ledger.internal_error(error)
         with self._lock:
-            settle_open(batch.requests)
+            batch.settle_open()
         for request in batch.requests:
             self._ledger.give(request, Failure(to_error()))
         self._drop(batch)
@@ -625,18 +621,21 @@ class FunctionThread(threading.Thread):
         session = self._session
         assert session is not None, "a thread runs once"
         try:
-            # Makes an event loop for the first awaitable.
-            with closing(asyncio.Runner()) as runner:
-                while (batch := self._inbox.get()) is not None:
-                    with suppress(StopIteration):  # with a runner the coroutine awaits nothing
-                        session.compute(batch, runner).send(None)
-                    del batch  # its inputs are freed before the next wait
+            with suppress(StopIteration):  # a coroutine with a runner awaits nothing
+                self._compute_batches(session).send(None)
         except BaseException:
             # The end of the loop cancels the tasks that the function left on it.
             logger.exception("%s: a task has raised while its event loop was closed", self.name)
         finally:
             self._session = None
             session.ended.set_result(None)
+
+    async def _compute_batches(self, session: FunctionOpening) -> None:
+        # Makes an event loop for the first awaitable.
+        with closing(asyncio.Runner()) as runner:
+            while (batch := self._inbox.get()) is not None:
+                await session.compute(batch, runner)
+                del batch  # its inputs are freed before the next wait
 
     def end(self) -> None:
         """Fail the waiting items, and end the thread after its current batch; may be repeated."""
@@ -699,14 +698,6 @@ class FunctionTask:
             task.exception()  # mark as retrieved: all callers have their errors
         elif self._session.is_running(batch):
             self.compute(batch)
-
-
-def _is_for_the_loop(error: BaseException) -> bool:
-    """Return whether an error ends the task or the program, and is not the function's own."""
-    if is_kind(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-    return is_kind(error, KeyboardInterrupt) or is_kind(error, SystemExit)
 
 
 def is_exiting() -> bool:
