@@ -19,9 +19,9 @@ EXITS = (KeyboardInterrupt, SystemExit)
 
 
 def ends_task(error: BaseException) -> bool:
-    """Return whether an error ends the running task or the program; otherwise user code made it.
+    """Return whether an error is for the running task or the program, and not the user code's own.
 
-    A cancellation is that of the task, or one that user code has raised or awaited.
+    User code may raise `CancelledError` although nobody has cancelled the task.
     """
     if issubclass(type(error), asyncio.CancelledError):
         task = asyncio.current_task()
