@@ -22,9 +22,9 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
+from operator import itemgetter, mul
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.collation import Collation
@@ -33,7 +33,6 @@ from fast_batcher._arrays.outputs import list_outputs, split, split_rows
 from fast_batcher._identity import identify_function
 from fast_batcher._local.function import DecoratorSettings, Function, UserFunction, bind_weakly
 from fast_batcher._local.session import (
-    Counts,
     FunctionOpening,
     LoopCalls,
     SessionWait,
@@ -43,7 +42,7 @@ from fast_batcher._local.session import (
     run_inline,
     running_batch,
 )
-from fast_batcher._opening.ledger import Ledger
+from fast_batcher._opening.ledger import Counters, Ledger
 from fast_batcher._opening.offload import offload
 from fast_batcher._opening.output_cache import OutputCache
 from fast_batcher._process import at_fork
@@ -70,7 +69,6 @@ class LocalBatcher:
     def _reset(self) -> None:
         # Protects everything below, and the schedulers of the sessions.
         self._lock = threading.Lock()
-        self._counts = Counts()
         self._ledger = Ledger(self._function.name, self._settings.observers)
         self._is_closed = False
         # Sessions, by the event loop that computes their batches; None for a thread.
@@ -131,22 +129,24 @@ class LocalBatcher:
         """Return the statistics since the first call or the last `clear_stats`."""
         with self._lock:
             waiting = sum(session.waiting for session in self._sessions.values())
-            counts = replace(self._counts)
+            counters = self._ledger.counters
+            sizes, seconds = counters.batch_sizes.copy(), counters.infer_seconds
+        items, batches = sum(map(mul, sizes, sizes.values())), sizes.total()
         return BatchProcessorStats(
             queue_size=waiting,
-            total_processed=counts.items,
-            total_batches=counts.batches,
-            avg_batch_size=counts.items / max(1, counts.batches),
-            avg_processing_time=counts.seconds / max(1, counts.batches),
-            late_errors=self._ledger.counters.late_errors.count,
+            total_processed=items,
+            total_batches=batches,
+            avg_batch_size=items / max(1, batches),
+            avg_processing_time=seconds / max(1, batches),
+            late_errors=counters.late_errors.count,
         )
 
     def clear_stats(self) -> None:
         """Reset the counts to 0."""
         with self._lock:
-            self._counts.items = self._counts.batches = 0
-            self._counts.seconds = 0.0
-            self._ledger.counters.late_errors.count = 0
+            late_errors = self._ledger.counters.late_errors
+            late_errors.count = 0
+            self._ledger.counters = Counters(late_errors=late_errors)
 
     def start(self) -> None:
         """Accept calls again after a shutdown; the next call makes a session."""
@@ -223,7 +223,7 @@ class LocalBatcher:
             )
         session = self._sessions.get(loop)
         if session is None:
-            parts = self._counts, self._ledger, self._lock, self._loops, loop
+            parts = self._ledger, self._lock, self._loops, loop
             session = FunctionOpening(self._function, self._settings, *parts)
             self._sessions[loop] = session
             if loop is None:

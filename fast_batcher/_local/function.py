@@ -21,6 +21,7 @@ from fast_batcher.errors import (
     BatcherError,
     ConfigurationError,
     InferenceError,
+    OutputMismatchError,
     assign,
     can_be_shown,
     from_model,
@@ -206,7 +207,10 @@ class Function:
 
     def outcomes(self, result: Any, count: int) -> list[Any]:
         """Convert the function's result to one output or `Failure` per item."""
-        outputs = self.split(result, count)
+        try:
+            outputs = self.split(result, count)
+        except OutputMismatchError as error:  # a retry with fewer items cannot succeed
+            return [Failure(OutputMismatchError(*error.args)) for _ in range(count)]
         # Checking each type once takes a fraction of the time of checking each output.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             return [

@@ -21,16 +21,16 @@ after all non-daemon threads have ended, because these may call decorated functi
 import asyncio
 import atexit
 import concurrent.futures
-import contextlib
 import inspect
 import logging
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from contextlib import closing, suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any
@@ -46,7 +46,6 @@ from fast_batcher._core.values import (
     Failure,
     Limits,
     Request,
-    settle_open,
 )
 from fast_batcher._local.function import (
     DecoratorSettings,
@@ -56,12 +55,12 @@ from fast_batcher._local.function import (
     length_of,
 )
 from fast_batcher._observers import BatchContexts
-from fast_batcher._opening.ledger import GONE, Ledger
+from fast_batcher._opening.ledger import Ledger, give_outcome
+from fast_batcher._opening.output_cache import ends_task
 from fast_batcher._process import at_fork
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
-    OutputMismatchError,
     QueueFullError,
     clear_frames,
     is_kind,
@@ -197,15 +196,8 @@ class LoopCalls:
                 self.given.clear()
 
     def _give(self) -> None:
-        while self.given:
-            give, outcome = self.given.popleft()
-            try:
-                give(outcome)
-            except GONE:
-                pass  # the caller has gone, or another item failed first
-            except Exception:
-                # The event loop may have its own class of futures. The others must not wait.
-                logger.exception("the future of a caller has refused its outcome")
+        while self.given:  # a caller may have gone, and has an error if another item failed first
+            give_outcome(self.session.function.name, *self.given.popleft())
 
 
 def make_requests(items: Sequence[Any], caller: Any, settings: DecoratorSettings) -> list[Request]:
@@ -334,22 +326,6 @@ def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> 
 _WORKER = 0
 
 
-@dataclass
-class Counts:
-    """Counts of a function since its first call or the last `clear_stats()`."""
-
-    items: int = 0
-    batches: int = 0
-    # Total time of all batches.
-    seconds: float = 0.0
-
-    def add(self, items: int, seconds: float) -> None:
-        """Count a batch."""
-        self.items += items
-        self.batches += 1
-        self.seconds += seconds
-
-
 class FunctionOpening:
     """Accepts requests from any thread, and settles each of them once."""
 
@@ -357,7 +333,6 @@ class FunctionOpening:
         self,
         function: Function,
         settings: DecoratorSettings,
-        counts: Counts,
         ledger: Ledger,
         lock: threading.Lock,
         loops: dict[asyncio.AbstractEventLoop, LoopCalls],
@@ -382,7 +357,6 @@ class FunctionOpening:
             packer=None if length is None else SummedPacker(length),
         )
         self._scheduler.worker_ready(monotonic(), _WORKER)
-        self._counts = counts
         self._lock = lock
         # The loops with callers.
         self._loops = loops
@@ -460,44 +434,68 @@ class FunctionOpening:
             assert isinstance(action, Fail), "without deadlines nothing expires"
             self._fail(action.requests, self._ledger.internal_error(action.error), "internal error")
 
-    def around(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
-        """Tell observers that a batch begins; return the context manager for its computation."""
-        followed = self._ledger.observers.follow(batch, lambda context: context)
-        return self._contexts.join(followed)
+    def is_running(self, batch: Batch) -> bool:
+        """Return whether a batch was dispatched and not settled."""
+        with self._lock:
+            return self._scheduler.is_running(batch)
 
-    def settle(
-        self,
-        batch: Batch,
-        seconds: float,
-        *,
-        result: Any = None,
-        raised: BaseException | None = None,
-    ) -> None:
-        """Settle a batch for which the function has returned or raised; dispatch the next batch.
+    async def compute(self, batch: Batch, runner: asyncio.Runner | None = None) -> None:
+        """Call the function with a batch, and settle the batch.
 
-        If it has raised, the next batch may be half of this batch.
+        A thread gives its runner, which computes an awaitable; then the coroutine awaits nothing.
         """
+        if not batch.open_count:  # its callers have left before it began
+            self._drop(batch)
+            return
+        running = running_batch.get()
+        if running is None:  # the thread has one for all batches
+            running = RunningBatch(self)
+            running_batch.set(running)
+        started = monotonic()
         try:
-            outcomes: Sequence[Any] = ()
-            try:
-                if raised is None:
-                    outcomes = self.function.outcomes(result, len(batch.requests))
-            except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
-                if type(error) is OutputMismatchError:
-                    outcomes = [Failure(OutputMismatchError(*error.args)) for _ in batch.requests]
-                else:
-                    raised = error
-            self._settle(batch, seconds, outcomes, raised)
-        except BaseException as error:  # noqa: BLE001  the worker must go on
-            self._recover(batch, error)
+            # The call is made in this frame, which `_settle` removes from the traceback.
+            with self._contexts.join(self._ledger.observers.follow(batch, lambda one: one)):
+                result = self.function.call([request.value for request in batch.requests])
+                if inspect.isawaitable(result):
+                    result = await result if runner is None else _run(runner, result)
+            seconds = monotonic() - started
+            outcomes = self.function.outcomes(result, len(batch.requests))
+        except BaseException as error:
+            running.has_ended = runner is None
+            self._settle(batch, monotonic() - started, raised=error)
+            # The error refers to the function's frame, and so to this one: drop the batch from it.
+            del batch
+            if runner is None and ends_task(error):
+                raise
+        else:
+            running.has_ended = runner is None
+            self._settle(batch, seconds, outcomes)
 
     def _settle(
         self,
         batch: Batch,
         seconds: float,
-        outcomes: Sequence[Any],
-        raised: BaseException | None,
+        outcomes: Sequence[Any] = (),
+        raised: BaseException | None = None,
     ) -> None:
+        """Settle a batch for which the function has returned or raised; dispatch the next batch."""
+        try:
+            requests = self._take_back(batch, seconds, raised)
+            if raised is not None:
+                outcomes = [Failure(as_error(raised)) for _ in requests]
+            batch.began_at, batch.infer_seconds = batch.sent_at, seconds
+            self._ledger.answer(batch, requests, outcomes)
+            self._finish_giving()
+        except BaseException as error:  # noqa: BLE001  the worker must go on
+            self._recover(batch, error)
+
+    def _take_back(
+        self, batch: Batch, seconds: float, raised: BaseException | None
+    ) -> list[Request]:
+        """Dispatch the next batch, which may be half of one that has raised; return who ends.
+
+        The worker computes the next batch while the callers of this one get their outcomes.
+        """
         out_of_memory = False
         if raised is not None:
             drop_own_frame(raised)
@@ -506,7 +504,9 @@ class FunctionOpening:
                 clear_frames(raised)
         requests = batch.requests
         with self._lock:
-            self._counts.add(len(requests), seconds)
+            counters = self._ledger.counters
+            counters.batch_sizes[len(requests)] += 1
+            counters.infer_seconds += seconds
             now = monotonic()
             self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=raised is not None)
             if raised is not None:
@@ -516,13 +516,8 @@ class FunctionOpening:
                 # If all callers have left, the ledger notes the error.
                 requests = failed if batch.open_count else requests
             actions = self._scheduler.poll(now)[0]
-        # The worker computes its next batch while the callers of this one get their outcomes.
         self._carry_out(actions)
-        if raised is not None:
-            outcomes = [Failure(as_error(raised)) for _ in requests]
-        batch.began_at, batch.infer_seconds = batch.sent_at, seconds
-        self._ledger.answer(batch, requests, outcomes)
-        self._finish_giving()
+        return requests
 
     def _recover(self, batch: Batch, error: BaseException) -> None:
         """Fail the callers of a batch whose settling raised, and dispatch the next batch.
@@ -532,12 +527,12 @@ class FunctionOpening:
         """
         to_error = self._ledger.internal_error(error)
         with self._lock:
-            settle_open(batch.requests)
+            batch.settle_open()
         for request in batch.requests:
             self._ledger.give(request, Failure(to_error()))
-        self.drop(batch)
+        self._drop(batch)
 
-    def drop(self, batch: Batch) -> None:
+    def _drop(self, batch: Batch) -> None:
         """Take back a batch without callers, unless that was done; the next one is dispatched."""
         with self._lock:
             now = monotonic()
@@ -625,19 +620,22 @@ class FunctionThread(threading.Thread):
         """Compute batches until `stop` is called."""
         session = self._session
         assert session is not None, "a thread runs once"
-        running_batch.set(RunningBatch(session))
         try:
-            # Makes an event loop for the first awaitable.
-            with closing(asyncio.Runner()) as runner:
-                while (batch := self._inbox.get()) is not None:
-                    _compute_on_thread(session, batch, runner)
-                    del batch  # its inputs are freed before the next wait
+            with suppress(StopIteration):  # a coroutine with a runner awaits nothing
+                self._compute_batches(session).send(None)
         except BaseException:
             # The end of the loop cancels the tasks that the function left on it.
             logger.exception("%s: a task has raised while its event loop was closed", self.name)
         finally:
             self._session = None
             session.ended.set_result(None)
+
+    async def _compute_batches(self, session: FunctionOpening) -> None:
+        # Makes an event loop for the first awaitable.
+        with closing(asyncio.Runner()) as runner:
+            while (batch := self._inbox.get()) is not None:
+                await session.compute(batch, runner)
+                del batch  # its inputs are freed before the next wait
 
     def end(self) -> None:
         """Fail the waiting items, and end the thread after its current batch; may be repeated."""
@@ -646,35 +644,25 @@ class FunctionThread(threading.Thread):
             session.close(cancel=True)
 
 
-def _compute_on_thread(session: FunctionOpening, batch: Batch, runner: asyncio.Runner) -> None:
-    started = monotonic()
-    try:
-        # The call is made in this frame, which `settle` removes from the traceback.
-        with session.around(batch):
-            result = session.function.call([request.value for request in batch.requests])
-            if inspect.isawaitable(result):
-                # The runner would reuse the context of its first batch.
-                result, raised = runner.run(_catch(result), context=copy_context())
-                if raised is not None:
-                    raise raised  # noqa: TRY301  for the frames that the error refers to
-    except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
-        session.settle(batch, monotonic() - started, raised=error)
-        # The error refers to the function's frame, and so to this one: drop the batch from it.
-        del batch
-    else:
-        session.settle(batch, monotonic() - started, result=result)
-
-
-async def _catch(awaitable: Any) -> tuple[Any, BaseException | None]:
-    """Return the result of an awaitable, or its error.
+def _run(runner: asyncio.Runner, awaitable: Awaitable[Any]) -> Any:
+    """Return the result of an awaitable, or raise its error.
 
     An event loop that runs until a task is done reads `__class__` of the task's error. If that
     raises, the loop never ends.
     """
-    try:
-        return await awaitable, None
-    except BaseException as error:  # noqa: BLE001  it is raised outside of the loop
-        return None, error
+    raised = []
+
+    async def catch() -> Any:
+        try:
+            return await awaitable
+        except BaseException as error:  # noqa: BLE001  it is raised outside of the loop
+            raised.append(error)
+
+    # The runner would reuse the context of its first batch.
+    result = runner.run(catch(), context=copy_context())
+    if raised:
+        raise raised.pop()
+    return result
 
 
 class FunctionTask:
@@ -686,18 +674,15 @@ class FunctionTask:
 
     def __init__(self, session: FunctionOpening) -> None:
         self._session = session
-        # The batch whose task has not begun.
-        self._next: Batch | None = None
         # An event loop holds only weak references to its tasks.
         self._task: asyncio.Task[None] | None = None
 
     def compute(self, batch: Batch) -> None:
         """Compute a batch soon."""
-        self._next = batch
         assert self._session.loop is not None, "or a thread would compute"
         # The context is empty: the batch must not see the context variables of its first caller.
-        task = Context().run(self._session.loop.create_task, self._compute(batch))
-        task.add_done_callback(self._end, context=Context())
+        task = Context().run(self._session.loop.create_task, self._session.compute(batch))
+        task.add_done_callback(partial(self._end, batch), context=Context())
         self._task = task
 
     def stop(self) -> None:
@@ -707,46 +692,12 @@ class FunctionTask:
     def join(self) -> None:
         """Return at once: nothing is left after `ended`."""
 
-    async def _compute(self, batch: Batch) -> None:
-        session, self._next = self._session, None
-        if not batch.open_count:  # its callers have left before it began
-            session.drop(batch)
-            return
-        running = RunningBatch(session)
-        running_batch.set(running)
-        started = monotonic()
-        try:
-            # The call is made in this frame, which `settle` removes from the traceback.
-            with session.around(batch):
-                result = session.function.call([request.value for request in batch.requests])
-                if inspect.isawaitable(result):
-                    result = await result
-        except BaseException as error:
-            running.has_ended = True
-            session.settle(batch, monotonic() - started, raised=error)
-            # The error refers to the function's frame, and so to this one: drop the batch from it.
-            del batch
-            if _is_for_the_loop(error):
-                raise
-        else:
-            running.has_ended = True
-            session.settle(batch, monotonic() - started, result=result)
-
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, batch: Batch, task: asyncio.Task[None]) -> None:
         """Compute the batch of a task that was cancelled before its first step, in another task."""
         if not task.cancelled():
             task.exception()  # mark as retrieved: all callers have their errors
-        batch = self._next
-        if task is self._task and batch is not None:
+        elif self._session.is_running(batch):
             self.compute(batch)
-
-
-def _is_for_the_loop(error: BaseException) -> bool:
-    """Return whether an error ends the task or the program, and is not the function's own."""
-    if is_kind(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-    return is_kind(error, KeyboardInterrupt) or is_kind(error, SystemExit)
 
 
 def is_exiting() -> bool:

@@ -84,6 +84,18 @@ def log_late_error(name: str, error: BaseException, omitted: int) -> None:
         )
 
 
+def give_outcome(name: str, give: Callable[[Any], object], outcome: Any) -> bool:
+    """Call `set_result` or `set_exception` of a caller; return whether it has the outcome."""
+    try:
+        give(outcome)
+    except GONE:  # it has left in this turn of the loop, or has an outcome
+        return False
+    except Exception:  # an event loop may have futures of its own
+        logger.exception("%s: the future of a caller has refused its outcome", name)
+        return False
+    return True
+
+
 @dataclass
 class Counters:
     """The running counts behind `BatcherStats`."""
@@ -101,6 +113,8 @@ class Counters:
     cache_results: Counter[str] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
+    # Seconds of all batches of a decorated function.
+    infer_seconds: float = 0.0
     # The last answered batches: the fields of a `BatchSample`, which takes 0.2 us to make.
     samples: deque[Any] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
     streams: StreamFigures = field(default_factory=StreamFigures)
@@ -254,14 +268,7 @@ class Ledger:
             blame_loop(outcome, request)
             # The frames of a user's function hold the input, the caller's future, and so the error.
             forget_frames(outcome)
-        try:
-            give(outcome)
-        except GONE:
-            return False
-        except Exception:  # an event loop may have futures of its own
-            logger.exception("%s: the future of a caller has refused its outcome", self._name)
-            return False
-        return True
+        return give_outcome(self._name, give, outcome)
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""

@@ -18,6 +18,18 @@ logger = logging.getLogger("fast_batcher")
 EXITS = (KeyboardInterrupt, SystemExit)
 
 
+def ends_task(error: BaseException) -> bool:
+    """Return whether an error is for the running task or the program, and not the user code's own.
+
+    User code may raise `CancelledError` although nobody has cancelled the task.
+    """
+    if issubclass(type(error), asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    # An event loop that is closed ends its coroutines with `GeneratorExit`.
+    return issubclass(type(error), (*EXITS, GeneratorExit))
+
+
 def is_awaitable(found: Any) -> bool:
     """Return whether the cache has returned an awaitable; asks the type alone.
 
@@ -120,13 +132,8 @@ class OutputCache:
         """Return what a method of the cache returns, None if it raises."""
         try:
             return await done
-        except (*EXITS, GeneratorExit):  # the loop is closed, and this coroutine with it
-            raise
         except BaseException as error:
-            task = asyncio.current_task()
-            # Otherwise the cache has raised it.
-            is_cancelled = task is not None and task.cancelling() > 0
-            if isinstance(error, asyncio.CancelledError) and is_cancelled:
+            if ends_task(error):
                 raise
             self._warn(method, error)
             return None

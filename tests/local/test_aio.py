@@ -172,7 +172,7 @@ def test_system_exit_settles_all_callers(kind: type[BaseException]) -> None:
 
 def batch_tasks() -> list[asyncio.Task[Any]]:
     """The tasks that compute batches."""
-    return [task for task in asyncio.all_tasks() if "FunctionTask" in repr(task.get_coro())]
+    return [task for task in asyncio.all_tasks() if "FunctionOpening" in repr(task.get_coro())]
 
 
 @pytest.mark.parametrize("callers_too", [False, True])

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import logging
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +67,9 @@ async def test_future_in_odd_state_affects_no_other() -> None:
     cancelled.cancel()
     resolved.set_result("before")
     blocking.cancel()
-    elsewhere = LoopCalls(None, ended, None)  # type: ignore[arg-type]  # it only gives
+    session: Any = SimpleNamespace(function=SimpleNamespace(name="function"))
+    settings: Any = None
+    elsewhere = LoopCalls(session, ended, settings)
     there = LoopCaller(ended.create_future(), elsewhere.given)
     callers = [there, cancelled, resolved, blocking, RefusingFuture(), good]
     ended.close()
@@ -76,7 +79,7 @@ async def test_future_in_odd_state_affects_no_other() -> None:
     elsewhere.wake()
     assert (await resolved, await good, elsewhere.given) == ("before", 0, deque())
 
-    here = LoopCalls(None, loop, None)  # type: ignore[arg-type]  # it only gives
+    here = LoopCalls(session, loop, settings)
     again = loop.create_future()
     for future in (cancelled, resolved, RefusingFuture(), again):
         LoopCaller(future, here.given).set_result(1)
