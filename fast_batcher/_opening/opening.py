@@ -60,9 +60,9 @@ from fast_batcher._opening.life import CurrentModel, LoopBinding, Status
 from fast_batcher._opening.outcomes import CostEvaluator, Reports, timeout_of
 from fast_batcher._opening.streams import give_chunks
 from fast_batcher._parent.pool import Pool
-from fast_batcher._parent.sending import BatchSender, SharedAnswer
+from fast_batcher._parent.sending import BatchSender, SharedOutcomes
 from fast_batcher._parent.staging import LARGEST_COPY_ON_LOOP, MemoryService
-from fast_batcher._parent.worker_handle import Answer, Exit, Unsendable, WorkerHandle
+from fast_batcher._parent.worker_handle import Exit, Outcomes, Unsendable, WorkerHandle
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
@@ -522,7 +522,12 @@ class LocalOpening(Opening):
     # Answers: from the worker to the callers.
 
     def reported(
-        self, worker: int, batch_id: int, seconds: float, answer: Answer, note: Report | None = None
+        self,
+        worker: int,
+        batch_id: int,
+        seconds: float,
+        answer: Outcomes,
+        note: Report | None = None,
     ) -> None:
         """Refill a worker that has answered a batch, then settle the batch."""
         if note is not None and self._take_note(worker, batch_id, seconds, answer, note):
@@ -536,7 +541,7 @@ class LocalOpening(Opening):
         self._settle(batch, batch.requests, answer)
 
     def _take_note(
-        self, worker: int, batch_id: int, seconds: float, answer: Answer, note: Report
+        self, worker: int, batch_id: int, seconds: float, answer: Outcomes, note: Report
     ) -> bool:
         """Take a step or a failure; return False for an answer, whose elements are counted."""
         if note.step is not None:
@@ -550,7 +555,7 @@ class LocalOpening(Opening):
         return note.step is not None or note.failed is not None
 
     def _take_failure(
-        self, worker: int, batch_id: int, seconds: float, how: Failed, answer: Answer
+        self, worker: int, batch_id: int, seconds: float, how: Failed, answer: Outcomes
     ) -> None:
         """Try the requests of a batch again, or fail them; each gets an error of its own."""
         found = self.scheduler.find(worker, batch_id)
@@ -594,10 +599,10 @@ class LocalOpening(Opening):
             self.pool.batch_answered(worker)
         return batch
 
-    def _settle(self, batch: Batch, requests: list[Request], answer: Answer) -> None:
+    def _settle(self, batch: Batch, requests: list[Request], answer: Outcomes) -> None:
         """Give the callers of an answered batch their outcomes."""
         try:
-            if isinstance(answer, SharedAnswer) and self._is_copied_out(batch, answer):
+            if isinstance(answer, SharedOutcomes) and self._is_copied_out(batch, answer):
                 return
             outcomes = answer()
             if len(outcomes) != len(requests):
@@ -609,7 +614,7 @@ class LocalOpening(Opening):
         if self._drained is not None:
             self._notice_drained()
 
-    def _is_copied_out(self, batch: Batch, answer: SharedAnswer) -> bool:
+    def _is_copied_out(self, batch: Batch, answer: SharedOutcomes) -> bool:
         """Begin to copy a large answer in a thread; drop one for which no caller waits."""
         if not batch.open_count:
             answer.drop()
@@ -618,7 +623,7 @@ class LocalOpening(Opening):
             return True
         return False
 
-    def _copy_out(self, batch: Batch, answer: SharedAnswer) -> None:
+    def _copy_out(self, batch: Batch, answer: SharedOutcomes) -> None:
         """Copy a large answer in a thread, then settle its batch."""
 
         def finish(_: BaseException | None) -> None:
@@ -673,7 +678,7 @@ class LocalOpening(Opening):
             raise TransportError("a step came from a worker whose model answers in batches")
         return self.scheduler
 
-    def _take_step(self, worker: int, step: Step, seconds: float, answer: Answer) -> None:
+    def _take_step(self, worker: int, step: Step, seconds: float, answer: Outcomes) -> None:
         """Give the requests of a step their chunks, and answer the streams that have ended."""
         scheduler, find, now = self._streams, self.scheduler.find, monotonic()
         heard, ended, grown = step

@@ -25,7 +25,7 @@ from fast_batcher._parent.staging import (
     MemoryService,
     StagedInput,
 )
-from fast_batcher._parent.worker_handle import Answer, Unsendable, WorkerHandle, WorkerState
+from fast_batcher._parent.worker_handle import Outcomes, Unsendable, WorkerHandle, WorkerState
 from fast_batcher._process import SLOW, monotonic
 from fast_batcher._shared_memory import outbox
 from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
@@ -368,8 +368,8 @@ def dump_inputs(
 # Answers.
 
 
-class SharedAnswer:
-    """An `Answer` that a worker has left in its outbox."""
+class SharedOutcomes:
+    """The `Outcomes` of a batch that a worker has left in its outbox."""
 
     def __init__(
         self, place: Any, outbox: outbox.OutboxReader | None, decode: Callable[[Any], Any]
@@ -496,10 +496,10 @@ class FrameWorker(WorkerHandle):
         for found in report.freed:
             del self.leases[found]
 
-    def _make_answer(self, kind: int, values: Any) -> Answer:
+    def _make_answer(self, kind: int, values: Any) -> Outcomes:
         decode = self._sender.decode
         if kind == Kind.SHARED:
-            return SharedAnswer(values, self.outbox, decode)
+            return SharedOutcomes(values, self.outbox, decode)
         if isinstance(values, bytes):
             return functools.partial(loads, values)
         items, self._fragments = self._fragments + values, []

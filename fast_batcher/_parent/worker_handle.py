@@ -130,8 +130,8 @@ class WorkerEvents(Protocol):
 
 # Returns the outcomes of the requests of a batch: outputs, and a `Failure` in place of an output.
 # It is called when the worker has its next batch; once, or for each request of a batch that has
-# failed as a whole, whose one outcome is the error. A large one is a `SharedAnswer`.
-Answer = Callable[[], list[Any]]
+# failed as a whole, whose one outcome is the error. A large one is a `SharedOutcomes`.
+Outcomes = Callable[[], list[Any]]
 
 
 # Requests whose input cannot be sent, with the reasons.
@@ -150,7 +150,7 @@ class BatchEvents(Protocol):
         worker_id: int,
         batch_id: int,
         seconds: float,
-        answer: Answer,
+        answer: Outcomes,
         note: Report | None = None,
         /,
     ) -> None:

@@ -26,8 +26,8 @@ from fast_batcher._core.values import Batch, Order, Report
 from fast_batcher._devices import thread_share
 from fast_batcher._parent.sending import decode
 from fast_batcher._parent.worker_handle import (
-    Answer,
     Exit,
+    Outcomes,
     WorkerHandle,
     WorkerState,
     describe_exit,
@@ -199,7 +199,7 @@ class ThreadWorker(WorkerHandle):
         answer = self._make_answer(job.spread(job.outputs), job.errors)
         self._report(self.listener.reported, self.id, job.batch_id, job.seconds, answer, report)
 
-    def _make_answer(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Answer:
+    def _make_answer(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Outcomes:
         describe_errors(outputs, errors)
         passed = [
             errors[at] if at in errors else self._pass_output(output)

@@ -25,7 +25,7 @@ from fast_batcher._parent import pool as pools
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.sending import BatchSender, FrameWorker
 from fast_batcher._parent.staging import MemoryService
-from fast_batcher._parent.worker_handle import Answer, Exit, WorkerHandle, describe_exit
+from fast_batcher._parent.worker_handle import Exit, Outcomes, WorkerHandle, describe_exit
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Kind, pack_header
@@ -103,7 +103,7 @@ class Told:
         return []
 
     def reported(
-        self, worker: int, batch_id: int, seconds: float, answer: Answer, report: Any = None
+        self, worker: int, batch_id: int, seconds: float, answer: Outcomes, report: Any = None
     ) -> None:
         self._tell("answer", answer())
 
