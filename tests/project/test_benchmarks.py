@@ -154,7 +154,8 @@ def test_overhead_command_stores_its_results(tmp_path: Path) -> None:
     )
     result = json.loads(path.read_text())
     assert set(result) == {
-        *("benchmark", "date", "command", "hardware", "versions", "settings", "verdicts"),
+        *("benchmark", "date", "commit", "command", "hardware", "versions", "settings"),
+        "verdicts",
         *("failures", "measurements"),
     }
     assert 0 <= result["hardware"]["stolen_percent"] <= 100
