@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "fast_batcher"
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 # A reader opens each of these files, and reads each of these functions. The policy still learns
 # from an early request; Python 3.11 counts comprehensions.
-MOST_FILES, MOST_FUNCTIONS = 17, 76
+MOST_FILES, MOST_FUNCTIONS = 20, 76
 
 
 # A file of the library, a line and the name of the function that begins there.
