@@ -437,6 +437,7 @@ class _KitOpening(LocalOpening):
         """Let the request fail if a test wants it, or add it to the arrivals."""
         if not self.has_deadlines:
             request.fix_deadline(monotonic(), None, None)
+        request.arrival = monotonic()
         error = self._kit_parts.kit._take_fault(self._name)  # noqa: SLF001  of this module
         if error is None:
             super().accept(request)
@@ -444,7 +445,6 @@ class _KitOpening(LocalOpening):
             self._ledger.reject(request, error)
         else:
             settle(request)
-            request.arrival = monotonic()
             self._ledger.counters.submitted += 1
             self._ledger.fail(request, error, "test")
 

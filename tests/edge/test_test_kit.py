@@ -31,6 +31,7 @@ from fast_batcher import (
     InferenceError,
     QueueFullError,
     WorkerStartupError,
+    errors,
 )
 from fast_batcher.caching import LRUCache
 from fast_batcher.testing import BatcherKit
@@ -302,6 +303,17 @@ async def test_each_call_gets_a_copy_of_the_error() -> None:
             errors = [await outcome(call(batcher, 1)) for _ in range(2)]
             assert errors[0] is not errors[1]
             assert [getattr(error, "retry_after", None) for error in errors] == [2, 2]
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+async def test_a_call_gets_each_error_of_the_library(name: str) -> None:
+    kind = getattr(errors, name)
+    with BatcherKit() as kit:
+        async with DynBatcher(Echo) as batcher:
+            kit.fail_next(kind)
+            assert type(await outcome(call(batcher, 1))) is kind
+            assert await call(batcher, 2) == 2
+        assert_balance(batcher)
 
 
 WRONG: list[tuple[Any, str]] = [
