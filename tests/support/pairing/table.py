@@ -50,9 +50,7 @@ REFUSED: dict[Pair, str] = {
 } | {
     **_of("places", ("few",), "cache", ("lru", "slow"), "cache"),
     **_of("places", ("few",), "sizes", ("allowed",), "allowed_batch_sizes"),
-    **_of(
-        "model", (*STEPPED, "Remembering", "Ragged"), "sizes", ("allowed",), "allowed_batch_sizes"
-    ),
+    **_of("model", ("Remembering", "Ragged"), "sizes", ("allowed",), "allowed_batch_sizes"),
     **_of("workers", ("shared",), "policy", ("own",), "policy"),
 }  # fmt: skip
 
