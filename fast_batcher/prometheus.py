@@ -288,9 +288,7 @@ class _Registered:
         self.batchers: WeakSet[DynBatcher[Any, Any]] = WeakSet()
         # Names of the batchers whose gauges another server process sets.
         self.reported_elsewhere: set[str] = set()
-        self.metrics: dict[str, Any] = {
-            name: metric.make(name, registry) for name, metric in METRICS.items()
-        }
+        self.metrics: dict[str, Any] = {n: one.make(n, registry) for n, one in METRICS.items()}
 
     def register_again(self, registry: CollectorRegistry) -> None:
         """Register metrics that something has removed, as fixtures of tests clear a registry."""
