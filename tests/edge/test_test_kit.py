@@ -34,6 +34,7 @@ from fast_batcher import (
     errors,
 )
 from fast_batcher.caching import LRUCache
+from fast_batcher.observing import RequestEnded
 from fast_batcher.testing import BatcherKit
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +68,7 @@ async def test_observers_see_calls_that_fail_on_demand() -> None:
             kit.fail_next(QueueFullError)
             for kind in (ValueError, QueueFullError):
                 assert isinstance(await outcome(call(batcher, 1)), kind)
-            assert [one.outcome for one in recorder.events] == ["failed", "rejected"]
+            assert [one.outcome for one in recorder.of(RequestEnded)] == ["failed", "rejected"]
 
 
 async def test_latency_lets_running_calls_expire() -> None:
