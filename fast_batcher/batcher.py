@@ -114,7 +114,7 @@ from fast_batcher.stats import BatcherStats, Explanation
 logger: logging.Logger = logging.getLogger("fast_batcher")
 
 # The test kits that are active (`fast_batcher.testing`): the last one makes the sessions.
-session_makers: list[
+opening_makers: list[
     Callable[["DynBatcher[Any, Any]", CurrentModel, Settings, Status, Ledger], Opening]
 ] = []
 
@@ -769,12 +769,12 @@ class DynBatcher(Generic[InputT, OutputT]):
                 draining = call_on_sigterm(get_running_loop(), leave, self.name, lame_duck)
             with draining:
                 # Test clients run an app in another thread.
-                self._is_served = is_main_thread() and not session_makers
+                self._is_served = is_main_thread() and not opening_makers
                 with call_on_end(get_running_loop(), self._end_opening):
                     await self._enter(wait_ready=wait_ready)
                 try:
                     # The collection before would take most of a short test's time.
-                    with frozen() if freeze_gc and not session_makers else nullcontext():
+                    with frozen() if freeze_gc and not opening_makers else nullcontext():
                         yield
                 finally:
                     await self.__aexit__()
@@ -1020,7 +1020,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         ]
         if overridden:
             logger.info("%s: options of the code count: %s", self.name, ", ".join(overridden))
-        if not session_makers and any(one.name == self.name for one in list_open()):
+        if not opening_makers and any(one.name == self.name for one in list_open()):
             logger.warning(
                 "%s: another batcher of this name is open in this process: metrics, logs and "
                 "options from outside cannot tell them apart; give one of them another: %s",
@@ -1059,8 +1059,8 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _make_opening(self) -> Opening:
         settings, status, ledger = self._settings, self._status, self._ledger
         parts = self._model, settings, status, ledger
-        if session_makers:
-            return session_makers[-1](self, *parts)
+        if opening_makers:
+            return opening_makers[-1](self, *parts)
         if not settings.in_process:
             _check_platform()
         if settings.mps:
@@ -1117,7 +1117,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _warn_about_loops(self) -> None:
         """Warn once that the calls of this program come on one event loop after the other."""
-        if self._was_opened_by_call and not self._has_changed_loops and not session_makers:
+        if self._was_opened_by_call and not self._has_changed_loops and not opening_makers:
             self._has_changed_loops = True
             logger.warning(
                 "%s: its event loop was closed, so this call starts new workers, which load the "

@@ -34,7 +34,7 @@ from fast_batcher._parent.worker_thread import ThreadWorker
 from fast_batcher._process import monotonic
 from fast_batcher._transport.pickling import describe
 from fast_batcher._worker.frames import limit_output, pickle_output, unpickle_item
-from fast_batcher.batcher import DynBatcher, list_open, session_makers
+from fast_batcher.batcher import DynBatcher, list_open, opening_makers
 from fast_batcher.errors import (
     BatcherError,
     ConfigurationError,
@@ -122,12 +122,12 @@ class BatcherKit:
                     f"{batcher.name} is open already, and the kit would not serve it: enter the "
                     "kit before the app's lifespan; a fixture of a client asks for `batcher_kit`"
                 )
-        session_makers.append(self._make_opening)
+        opening_makers.append(self._make_opening)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close the batchers that are still open, and serve no more."""
-        session_makers.remove(self._make_opening)
+        opening_makers.remove(self._make_opening)
         self._hold_until(0)
         # An error of one batcher does not keep the others open.
         with ExitStack() as ends:

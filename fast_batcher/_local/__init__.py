@@ -6,6 +6,6 @@
          |                                                                 |
          +--- LoopCalls: one wake-up per batch <--- Ledger <--- thread or task
 
-`LocalBatcher` makes sessions on demand: one with a thread, or one per event loop if an async
+`LocalBatcher` makes openings on demand: one with a thread, or one per event loop if an async
 function runs on the loop of its callers.
 """

@@ -2,8 +2,8 @@
 
 A function has one batcher. A method has one batcher for each instance, which is released with the
 instance. Nothing is stored on instances: they can be copied and pickled. A function that blocks,
-and every function of a thread decorator, has one session and one thread for all its callers. An
-async function of an `aio` decorator runs on the event loop of its callers, so it has a session for
+and every function of a thread decorator, has one opening and one thread for all its callers. An
+async function of an `aio` decorator runs on the event loop of its callers, so it has an opening for
 each loop.
 
 `ListFormat` is for functions of a list. `FeatureFormat` is for functions of a dict with one array
@@ -32,10 +32,10 @@ from fast_batcher._arrays.joining import is_much, join
 from fast_batcher._arrays.outputs import list_outputs, split, split_rows
 from fast_batcher._identity import identify_function
 from fast_batcher._local.function import DecoratorSettings, Function, UserFunction, bind_weakly
-from fast_batcher._local.session import (
+from fast_batcher._local.opening import (
     FunctionOpening,
     LoopCalls,
-    SessionWait,
+    OpeningWait,
     compute_inline,
     is_exiting,
     make_requests,
@@ -67,12 +67,12 @@ class LocalBatcher:
         at_fork(self, in_child=LocalBatcher._reset)
 
     def _reset(self) -> None:
-        # Protects everything below, and the schedulers of the sessions.
+        # Protects everything below, and the schedulers of the openings.
         self._lock = threading.Lock()
         self._ledger = Ledger(self._function.name, self._settings.observers)
         self._is_closed = False
         # Sessions, by the event loop that computes their batches; None for a thread.
-        self._sessions: dict[asyncio.AbstractEventLoop | None, FunctionOpening] = {}
+        self._openings: dict[asyncio.AbstractEventLoop | None, FunctionOpening] = {}
         # Calls, by the callers' event loop. A call from a new loop removes those of closed loops.
         self._loops: dict[asyncio.AbstractEventLoop, LoopCalls] = {}
         # Ends the thread, if there is one, when this batcher is collected.
@@ -84,22 +84,22 @@ class LocalBatcher:
             return []
         self._reject_at_exit()
         with self._lock:
-            session = self._session_on(None)
-        with SessionWait(session) as can_end:
+            opening = self._opening_on(None)
+        with OpeningWait(opening) as can_end:
             if can_end:
-                return self._wait(session, items)
+                return self._wait(opening, items)
         computing = compute_inline(self._function, items, self._settings.batch_size)
         return run_inline(computing, is_async=self._function.is_async)
 
-    def _wait(self, session: FunctionOpening, items: Sequence[Any]) -> list[Any]:
+    def _wait(self, opening: FunctionOpening, items: Sequence[Any]) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
         requests = make_requests(items, future, self._settings)
-        session.keep_context(requests)
+        opening.keep_context(requests)
         try:
-            session.submit([requests])
+            opening.submit([requests])
             return future.result()
         except BaseException:
-            session.cancel(requests)
+            opening.cancel(requests)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
@@ -117,7 +117,7 @@ class LocalBatcher:
         return self._calls_here().process_one(item)
 
     async def _aprocess_nested(self, calls: LoopCalls, items: Sequence[Any]) -> list[Any]:
-        with SessionWait(calls.session) as can_end:
+        with OpeningWait(calls.opening) as can_end:
             if can_end:
                 return await calls.process(items)
         computing = compute_inline(self._function, items, self._settings.batch_size)
@@ -128,7 +128,7 @@ class LocalBatcher:
     def stats(self) -> BatchProcessorStats:
         """Return the statistics since the first call or the last `clear_stats`."""
         with self._lock:
-            waiting = sum(session.waiting for session in self._sessions.values())
+            waiting = sum(opening.waiting for opening in self._openings.values())
             counters = self._ledger.counters
             sizes, seconds = counters.batch_sizes.copy(), counters.infer_seconds
         items, batches = sum(map(mul, sizes, sizes.values())), sizes.total()
@@ -149,7 +149,7 @@ class LocalBatcher:
             self._ledger.counters = Counters(late_errors=late_errors)
 
     def start(self) -> None:
-        """Accept calls again after a shutdown; the next call makes a session."""
+        """Accept calls again after a shutdown; the next call makes an opening."""
         with self._lock:
             self._is_closed = False
 
@@ -159,19 +159,19 @@ class LocalBatcher:
         A call from the function itself, or from a function that it waits for, returns at once. On
         an event loop, calls that were made earlier in this turn are settled, too.
         """
-        for session in self._close(cancel=cancel):
-            with SessionWait(session) as can_end:
+        for opening in self._close(cancel=cancel):
+            with OpeningWait(opening) as can_end:
                 if can_end:
-                    session.ended.result()
-                    session.worker.join()
+                    opening.ended.result()
+                    opening.worker.join()
 
     async def ashutdown(self, *, cancel: bool = False) -> None:
-        """Shut down without blocking the event loop; sessions of other loops settle their calls."""
-        for session in self._close(cancel=cancel):
-            with SessionWait(session) as can_end:
+        """Shut down without blocking the event loop; openings of other loops settle their calls."""
+        for opening in self._close(cancel=cancel):
+            with OpeningWait(opening) as can_end:
                 if can_end:
-                    await asyncio.shield(asyncio.wrap_future(session.ended))
-                    session.worker.join()
+                    await asyncio.shield(asyncio.wrap_future(opening.ended))
+                    opening.worker.join()
 
     def _close(self, *, cancel: bool) -> list[FunctionOpening]:
         calls = None
@@ -181,16 +181,16 @@ class LocalBatcher:
             calls.flush()  # calls of this turn came before the shutdown
         with self._lock:
             self._is_closed = True
-            # The sessions keep the present loops to their end.
+            # The openings keep the present loops to their end.
             self._loops = {}
-            sessions, self._sessions = self._sessions, {}
+            openings, self._openings = self._openings, {}
             if self._finalizer is not None:
-                # The session ends its thread. A finalizer would keep it as long as this batcher.
+                # The opening ends its thread. A finalizer would keep it as long as this batcher.
                 self._finalizer.detach()
                 self._finalizer = None
-        for session in sessions.values():
-            session.close(cancel=cancel)
-        return list(sessions.values())
+        for opening in openings.values():
+            opening.close(cancel=cancel)
+        return list(openings.values())
 
     def _reject_at_exit(self) -> None:
         # Called before the lock is taken: a daemon thread may have been killed with the lock.
@@ -208,30 +208,30 @@ class LocalBatcher:
             closed = [known for known in self._loops if known.is_closed()]
             for ended_loop in closed:
                 del self._loops[ended_loop]
-            ended = [self._sessions.pop(known) for known in closed if known in self._sessions]
-            session = self._session_on(loop if self._runs_on_loop else None)
-            calls = self._loops[loop] = LoopCalls(session, loop, self._settings)
-        for session in ended:
-            session.close(cancel=True)
+            ended = [self._openings.pop(known) for known in closed if known in self._openings]
+            opening = self._opening_on(loop if self._runs_on_loop else None)
+            calls = self._loops[loop] = LoopCalls(opening, loop, self._settings)
+        for opening in ended:
+            opening.close(cancel=True)
         return calls
 
-    def _session_on(self, loop: asyncio.AbstractEventLoop | None) -> FunctionOpening:
-        """Return the session whose batches run on this loop, or in a thread. Call with the lock."""
+    def _opening_on(self, loop: asyncio.AbstractEventLoop | None) -> FunctionOpening:
+        """Return the opening whose batches run on this loop, or in a thread. Call with the lock."""
         if self._is_closed:
             raise BatcherClosedError(
                 f"{self._function.name} was shut down and takes no calls; start() opens it again"
             )
-        session = self._sessions.get(loop)
-        if session is None:
+        opening = self._openings.get(loop)
+        if opening is None:
             parts = self._ledger, self._lock, self._loops, loop
-            session = FunctionOpening(self._function, self._settings, *parts)
-            self._sessions[loop] = session
+            opening = FunctionOpening(self._function, self._settings, *parts)
+            self._openings[loop] = opening
             if loop is None:
-                # Neither thread nor session refers to this batcher: it can be collected while the
+                # Neither thread nor opening refers to this batcher: it can be collected while the
                 # thread waits.
-                self._finalizer = weakref.finalize(self, session.worker.stop)
+                self._finalizer = weakref.finalize(self, opening.worker.stop)
                 self._finalizer.atexit = False
-        return session
+        return opening
 
 
 # Makes the result of a call from the outputs of its items in their order.

@@ -193,7 +193,7 @@ class UserFunction:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of a list of items, with its name and its splitter; used by sessions."""
+    """A function of a list of items, with its name and its splitter; used by openings."""
 
     # Takes a list of items and returns their outputs, or an awaitable for them.
     call: Callable[[list[Any]], Any]

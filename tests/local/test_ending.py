@@ -69,7 +69,7 @@ def test_exit_waits_only_for_the_running_batch() -> None:
     done = run_program(
         "import os, threading, time\n"
         "from fast_batcher import dynamically\n"
-        "from fast_batcher._local.session import is_exiting\n"
+        "from fast_batcher._local.opening import is_exiting\n"
         "begun = threading.Event()\n"
         "@dynamically(batch_size=1)\n"
         "def sleep(items):\n"

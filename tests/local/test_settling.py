@@ -15,7 +15,7 @@ from waits import outcome, until
 
 from fast_batcher import dynamically
 from fast_batcher._core.values import Batch, Limits, Release, Request
-from fast_batcher._local.session import LoopCaller, LoopCalls
+from fast_batcher._local.opening import LoopCaller, LoopCalls
 from fast_batcher._opening.ledger import Ledger
 from fast_batcher.errors import BatcherError, InferenceError
 from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer, RequestEnded
@@ -136,7 +136,7 @@ async def test_scheduler_fault_affects_no_later_call(
     async with variant.batched(echo, batch_size=2) as function:
         assert await function(1) == 1
         decorated = function if variant.is_aio else function._function
-        (session,) = decorated._batcher._sessions.values()
+        (session,) = decorated._batcher._openings.values()
         limits = Limits(max_batch_size=2, max_queue_size=100)
         session._scheduler.reconfigure(limits, FaultyPolicy("decide"))
         with pytest.raises(BatcherError, match="IndexError: a fault of ours"):

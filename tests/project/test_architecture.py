@@ -309,7 +309,7 @@ def test_the_ledger_alone_gives_callers_their_outcomes() -> None:
         and ast.unparse(node.value).endswith("caller")
     }
     # The items of a decorated call end it; a call of many inputs may not reach a session.
-    assert givers == {"_opening.ledger", "_local.session", "_opening.calls"}
+    assert givers == {"_opening.ledger", "_local.opening", "_opening.calls"}
 
 
 # The worker.

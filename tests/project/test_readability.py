@@ -26,7 +26,7 @@ PROCESS_WIDE = {
     "_process.py": "what a forked child has to close",
     "_parent/pool.py": "pools that a program has forgotten to end",
     "_host/client.py": "sessions that a program has forgotten to end: their hosts would wait",
-    "_local/session.py": "threads that compute when the program ends",
+    "_local/opening.py": "threads that compute when the program ends",
     "_worker/main.py": "signals of processes that the model forks",
 }
 

@@ -6,8 +6,8 @@ events are calls and the ends of batches, and no request has a deadline, so ther
 scheduler belongs to one thread at a time, so each event is applied under a lock, which is never
 held while code of the user runs: batches are sent, and outcomes given, after it is released.
 
-A session computes one batch at a time. While its function calls another decorated function, the
-session waits for the other session. A call that closes a cycle of waits would be a deadlock: it is
+An opening computes one batch at a time. While its function calls another decorated function, the
+opening waits for the other opening. A call that closes a cycle of waits would be a deadlock: it is
 computed inline, by its caller.
 
 The threads that compute are daemons, because a function may block for ever and the wait at exit
@@ -133,11 +133,11 @@ class LoopCalls:
 
     def __init__(
         self,
-        session: "FunctionOpening",
+        opening: "FunctionOpening",
         loop: asyncio.AbstractEventLoop,
         settings: DecoratorSettings,
     ) -> None:
-        self.session = session
+        self.opening = opening
         self._loop = loop
         self._settings = settings
         # The requests of each call of this turn. While there are any, a `flush` is scheduled.
@@ -161,21 +161,21 @@ class LoopCalls:
 
     def _make_caller(self) -> tuple[asyncio.Future[Any], Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
-        is_here = self.session.loop is self._loop
+        is_here = self.opening.loop is self._loop
         return future, future if is_here else LoopCaller(future, self.given)
 
     async def _wait(self, future: asyncio.Future[Any], requests: list[Request]) -> Any:
         if not self._pending:
             self._loop.call_soon(self.flush, context=Context())
         self._pending.append(requests)
-        self.session.keep_context(requests)
+        self.opening.keep_context(requests)
         try:
             return await future
         except BaseException:
             if requests in self._pending:
                 self._pending.remove(requests)
             else:
-                self.session.cancel(requests)
+                self.opening.cancel(requests)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
@@ -185,7 +185,7 @@ class LoopCalls:
         """Submit the calls of this turn."""
         pending, self._pending = self._pending, []
         if pending:
-            self.session.submit(pending)
+            self.opening.submit(pending)
 
     def wake(self) -> None:
         """Let the loop give callers what another thread has left for them. Any thread."""
@@ -197,7 +197,7 @@ class LoopCalls:
 
     def _give(self) -> None:
         while self.given:  # a caller may have gone, and has an error if another item failed first
-            give_outcome(self.session.function.name, *self.given.popleft())
+            give_outcome(self.opening.function.name, *self.given.popleft())
 
 
 def make_requests(items: Sequence[Any], caller: Any, settings: DecoratorSettings) -> list[Request]:
@@ -217,10 +217,10 @@ def make_requests(items: Sequence[Any], caller: Any, settings: DecoratorSettings
 class RunningBatch:
     """The batch that a thread or task computes; nested calls find it in `running_batch`."""
 
-    session: Hashable
-    # A task that an async function starts may outlive the batch. From then on the session does not
-    # wait for the task. Never set on a session's own thread: anything that runs there delays the
-    # session's next batch.
+    opening: Hashable
+    # A task that an async function starts may outlive the batch. From then on the opening does not
+    # wait for the task. Never set on an opening's own thread: anything that runs there delays the
+    # opening's next batch.
     has_ended: bool = False
 
 
@@ -230,7 +230,7 @@ running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", def
 
 
 class _Waits:
-    """Wait-for graph of the sessions."""
+    """Wait-for graph of the openings."""
 
     def __init__(self) -> None:
         self.forget()
@@ -238,11 +238,11 @@ class _Waits:
     def forget(self) -> None:
         """Reset, also in a forked child: it has one thread, and another may have held the lock."""
         self.lock = threading.Lock()
-        # The number of waits by waiting session and target.
+        # The number of waits by waiting opening and target.
         self.counts: Counter[tuple[Hashable, Hashable]] = Counter()
 
     def has_path(self, start: Hashable, end: Hashable) -> bool:
-        """Return whether session `start` is `end`, or waits for it, directly or through others."""
+        """Return whether opening `start` is `end`, or waits for it, directly or through others."""
         reached = {start}
         while new := {to for waiter, to in self.counts if waiter in reached} - reached:
             reached |= new
@@ -254,19 +254,19 @@ at_fork(_waits, in_child=_Waits.forget)
 
 
 @dataclass(slots=True)
-class SessionWait:
+class OpeningWait:
     """Context manager that records that the running batch of this thread or task waits.
 
     `__enter__` returns whether the wait can end. It cannot if the target is the batch's own
-    session, or waits for it; then no wait is recorded. Outside of batches none is recorded either.
+    opening, or waits for it; then no wait is recorded. Outside of batches none is recorded either.
 
     A class, because `contextlib.contextmanager` sets an attribute of each error that passes, and
     errors of users may refuse that.
     """
 
-    # The session to wait for.
+    # The opening to wait for.
     target: Hashable
-    # The session that waits, None if no wait was recorded.
+    # The opening that waits, None if no wait was recorded.
     waiter: Hashable | None = None
 
     def __enter__(self) -> bool:
@@ -274,9 +274,9 @@ class SessionWait:
         if batch is None or batch.has_ended:
             return True
         with _waits.lock:
-            if _waits.has_path(self.target, batch.session):
+            if _waits.has_path(self.target, batch.opening):
                 return False
-            self.waiter = batch.session
+            self.waiter = batch.opening
             _waits.counts[self.waiter, self.target] += 1
         return True
 
@@ -321,7 +321,7 @@ def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> 
     )
 
 
-# A session has one worker: functions written for `batched` are never called concurrently, and may
+# An opening has one worker: functions written for `batched` are never called concurrently, and may
 # rely on that.
 _WORKER = 0
 
@@ -360,10 +360,10 @@ class FunctionOpening:
         self._lock = lock
         # The loops with callers.
         self._loops = loops
-        # Whether the session accepts no more requests, and whether it has ended its worker.
+        # Whether the opening accepts no more requests, and whether it has ended its worker.
         self._is_closing = False
         self._has_ended = False
-        # Resolved when the session is closed, everything is settled and the worker has ended.
+        # Resolved when the opening is closed, everything is settled and the worker has ended.
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.worker: FunctionThread | FunctionTask
         self.worker = FunctionThread(self) if loop is None else FunctionTask(self)
@@ -592,15 +592,15 @@ _is_exiting = False
 class FunctionThread(threading.Thread):
     """Computes blocking functions, and those of all thread decorators; starts at construction.
 
-    The session gives it a batch only while it has no other. Without one it blocks on its queue,
+    The opening gives it a batch only while it has no other. Without one it blocks on its queue,
     without a time-out. The exit of the program waits for the thread, at most `EXIT_TIMEOUT` seconds
     if it computes.
     """
 
-    def __init__(self, session: FunctionOpening) -> None:
-        super().__init__(name=f"fast_batcher {session.function.name}", daemon=True)
-        # The session; None after the end, to break the reference cycle with it.
-        self._session: FunctionOpening | None = session
+    def __init__(self, opening: FunctionOpening) -> None:
+        super().__init__(name=f"fast_batcher {opening.function.name}", daemon=True)
+        # The opening; None after the end, to break the reference cycle with it.
+        self._opening: FunctionOpening | None = opening
         # `SimpleQueue.put` is reentrant: a finalizer may call `stop` between any two instructions.
         self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
         self.start()
@@ -610,7 +610,7 @@ class FunctionThread(threading.Thread):
         self._inbox.put(batch)
 
     def stop(self) -> None:
-        """End the thread, and then resolve the session's `ended`: no batch will follow.
+        """End the thread, and then resolve the opening's `ended`: no batch will follow.
 
         A finalizer may call it, so it takes no locks.
         """
@@ -618,30 +618,30 @@ class FunctionThread(threading.Thread):
 
     def run(self) -> None:
         """Compute batches until `stop` is called."""
-        session = self._session
-        assert session is not None, "a thread runs once"
+        opening = self._opening
+        assert opening is not None, "a thread runs once"
         try:
             with suppress(StopIteration):  # a coroutine with a runner awaits nothing
-                self._compute_batches(session).send(None)
+                self._compute_batches(opening).send(None)
         except BaseException:
             # The end of the loop cancels the tasks that the function left on it.
             logger.exception("%s: a task has raised while its event loop was closed", self.name)
         finally:
-            self._session = None
-            session.ended.set_result(None)
+            self._opening = None
+            opening.ended.set_result(None)
 
-    async def _compute_batches(self, session: FunctionOpening) -> None:
+    async def _compute_batches(self, opening: FunctionOpening) -> None:
         # Makes an event loop for the first awaitable.
         with closing(asyncio.Runner()) as runner:
             while (batch := self._inbox.get()) is not None:
-                await session.compute(batch, runner)
+                await opening.compute(batch, runner)
                 del batch  # its inputs are freed before the next wait
 
     def end(self) -> None:
         """Fail the waiting items, and end the thread after its current batch; may be repeated."""
-        session = self._session
-        if session is not None:
-            session.close(cancel=True)
+        opening = self._opening
+        if opening is not None:
+            opening.close(cancel=True)
 
 
 def _run(runner: asyncio.Runner, awaitable: Awaitable[Any]) -> Any:
@@ -672,22 +672,22 @@ class FunctionTask:
     queue.
     """
 
-    def __init__(self, session: FunctionOpening) -> None:
-        self._session = session
+    def __init__(self, opening: FunctionOpening) -> None:
+        self._opening = opening
         # An event loop holds only weak references to its tasks.
         self._task: asyncio.Task[None] | None = None
 
     def compute(self, batch: Batch) -> None:
         """Compute a batch soon."""
-        assert self._session.loop is not None, "or a thread would compute"
+        assert self._opening.loop is not None, "or a thread would compute"
         # The context is empty: the batch must not see the context variables of its first caller.
-        task = Context().run(self._session.loop.create_task, self._session.compute(batch))
+        task = Context().run(self._opening.loop.create_task, self._opening.compute(batch))
         task.add_done_callback(partial(self._end, batch), context=Context())
         self._task = task
 
     def stop(self) -> None:
         """Resolve `ended`: the task ends with its batch."""
-        self._session.ended.set_result(None)
+        self._opening.ended.set_result(None)
 
     def join(self) -> None:
         """Return at once: nothing is left after `ended`."""
@@ -696,7 +696,7 @@ class FunctionTask:
         """Compute the batch of a task that was cancelled before its first step, in another task."""
         if not task.cancelled():
             task.exception()  # mark as retrieved: all callers have their errors
-        elif self._session.is_running(batch):
+        elif self._opening.is_running(batch):
             self.compute(batch)
 
 
