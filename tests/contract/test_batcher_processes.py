@@ -56,6 +56,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
+from fast_batcher._core.values import Report
 from fast_batcher._transport import pickling
 from fast_batcher._transport.channels import Kind
 from fast_batcher.errors import RemoteTraceback
@@ -152,6 +153,10 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
     "an answer to no batch": (
         pack(Kind.ATOMS, 12345, pickling.dumps(["forged"])),
         "a worker answered batch 12345, which it does not have",
+    ),
+    "a step of a model that answers in batches": (
+        pack(Kind.ITEMS, 0, pickling.dumps(([], Report(step=([0], [], {}))))),
+        "a step came from a worker whose model answers in batches",
     ),
 }
 
