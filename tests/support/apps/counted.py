@@ -16,14 +16,15 @@ begun = answered = 0
 
 @asynccontextmanager
 async def count(_: FastAPI) -> AsyncIterator[None]:
-    # A warning, so that every server shows it: none of them configures this name.
+    # Warnings, so that every server shows them: none of them configures this name.
     logger = logging.getLogger("counted")
     logger.warning("server %s begins", os.getpid())
     yield
     logger.warning("server %s has answered %s of %s", os.getpid(), answered, begun)
 
 
-app = FastAPI(lifespan=combine_lifespans(count, batcher.lifespan))
+# The batcher first: a process that is ended while it loads has not begun, and owes no count.
+app = FastAPI(lifespan=combine_lifespans(batcher.lifespan, count))
 install_exception_handlers(app)
 
 
