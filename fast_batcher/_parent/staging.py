@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -332,7 +332,8 @@ class InputArena:
             original, _ = self._allocated.get(start, (None, None))
             if original is not None and original.end - start == size:
                 layout = _pack(Layout(*key)._replace(is_original=True))
-                return replace(original, layout=layout, state=CopyState.COPIED)
+                place = original.slab, original.start, original.end
+                return StagedInput(*place, layout, CopyState.COPIED, original.opened)
         view = view_bytes(value)
         # Another thread may have resized it since it was probed.
         if view is None or view.nbytes != size:

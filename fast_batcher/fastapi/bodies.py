@@ -106,6 +106,7 @@ async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> byt
             it is read, any other as soon as it is too long.
         HTTPException: 499 if the client disconnected before the end of the body.
     """
+    _check_announced_length(request, max_bytes)
     pieces: list[bytes] = []
     await _receive(request, max_bytes, pieces.append)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -151,8 +152,6 @@ async def read_array(
             f"read_array: shape={shape!r:.100}, dtype={dtype!r:.100}: {error}"
         ) from error
     sizes = _find_shape(sizes, kind, announced, max_bytes)
-    expected = math.prod(sizes) * kind.itemsize
-    described = f"an array of shape {sizes} and dtype {kind}"
     try:
         array = (np.empty if into is None else into.allocate_input)(sizes, kind)
     except ValueError as error:  # no bytes, but more dimensions or larger ones than there can be
@@ -162,15 +161,13 @@ async def read_array(
     def put(piece: bytes) -> None:
         nonlocal left
         if len(piece) > len(left):
-            text = f"{described} has {expected} bytes, the body more"
-            raise BodyError(422, "wrong_length", text)
+            raise _wrong_length(sizes, kind, "more")
         left[: len(piece)] = piece
         left = left[len(piece) :]
 
     await _receive(request, max_bytes, put)
     if left:
-        text = f"{described} has {expected} bytes, the body {expected - len(left)}"
-        raise BodyError(422, "wrong_length", text, is_read=True)
+        raise _wrong_length(sizes, kind, array.nbytes - len(left), is_read=True)
     return array
 
 
@@ -184,15 +181,12 @@ def _find_shape(
             f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: give sizes of 0 or "
             "more, of which one may be -1, and a numeric dtype of fixed size"
         )
-    described = f"an array of shape {sizes!r:.100} and dtype {dtype}"
     if step > max_bytes:  # the text omits `step`, which may have too many digits for Python
-        text = f"{described} has more than the {max_bytes} bytes that a body may have"
+        text = f"{_describe(sizes, dtype)} has more than the {max_bytes} bytes that a body may have"
         raise BodyError(413, "request_too_large", text)
     if -1 not in sizes:
         if announced not in (None, step):
-            raise BodyError(
-                422, "wrong_length", f"{described} has {step} bytes, the body {announced}"
-            )
+            raise _wrong_length(sizes, dtype, announced)
         return sizes
     if announced is None:
         raise BodyError(411, "length_required", "the body needs a Content-Length")
@@ -200,6 +194,18 @@ def _find_shape(
         text = f"the body has {announced} bytes, not a multiple of {step}"
         raise BodyError(422, "wrong_length", text)
     return tuple(announced // step if size == -1 else size for size in sizes)
+
+
+def _describe(sizes: tuple[int, ...], dtype: "np.dtype[Any]") -> str:
+    return f"an array of shape {sizes!r:.100} and dtype {dtype}"
+
+
+def _wrong_length(
+    sizes: tuple[int, ...], dtype: "np.dtype[Any]", found: object, *, is_read: bool = False
+) -> BodyError:
+    expected = math.prod(sizes) * dtype.itemsize
+    text = f"{_describe(sizes, dtype)} has {expected} bytes, the body {found}"
+    return BodyError(422, "wrong_length", text, is_read=is_read)
 
 
 def client_has_gone() -> HTTPException:
@@ -224,7 +230,6 @@ def _too_large(max_bytes: int) -> BodyError:
 
 async def _receive(request: Request, max_bytes: int, put: Callable[[bytes], object]) -> None:
     """Receive a body and call `put` with each piece of it."""
-    _check_announced_length(request, max_bytes)
     size = 0
     try:
         async with aclosing(request.stream()) as pieces:
