@@ -58,6 +58,7 @@ from fast_batcher._opening.opening import Opening
 from fast_batcher._opening.outcomes import CostEvaluator, timeout_of
 from fast_batcher._opening.streams import ChunkQueue, add_chunk
 from fast_batcher._parent.sending import decode
+from fast_batcher._parent.staging import CopyState
 from fast_batcher._process import after_fork_in_child, monotonic
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, loads, measure_size, one_line
@@ -100,7 +101,9 @@ class RemoteOpening(Opening):
         loop = self.binding.loop
         self._model = model
         self._live = live
-        self._inputs = HostInputs(settings, loop, self._name)
+        # The requests without an outcome.
+        self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
+        self._inputs = HostInputs(settings, loop, self._name, self._open, self._send_later)
         self._link = HostLink(
             self._key,
             self._introduce,
@@ -114,8 +117,6 @@ class RemoteOpening(Opening):
             lost=self._host_lost,
         )
         self._evaluator = CostEvaluator(settings, self._name, methods)
-        # The requests without an outcome.
-        self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
         # Chunks that were read since the last run, by the ids of their streams.
         self._reads: Counter[int] = Counter()
         # Ids of sent requests whose callers have gone.
@@ -164,21 +165,27 @@ class RemoteOpening(Opening):
                 return
         if self._followers:
             request.context = self._ledger.observers.copy_context()
-        if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
-            text = f"{len(self._open)} requests wait for the host process already"
-            self._ledger.reject(request, QueueFullError(text))
+        if crowd := self._find_crowd(request):
+            self._ledger.reject(request, QueueFullError(crowd))
             return
         if request.session is not None and not self._note_session(request, request.session):
             return
         if self.settings.max_queue_bytes is not None:
             request.size = measure_size(request.value)
         self._open.add(monotonic(), request)
-        copying = self._inputs.stage(request)
-        if copying is None:
+        if self._inputs.stage(request):
             self._open.unsent[request.id] = request
-        else:
-            copying.when_copied = functools.partial(self._send_later, request)
         self.run_soon()
+
+    def _find_crowd(self, request: Request) -> str:
+        """Describe the requests that wait here and leave no room for this one; "" without such."""
+        if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
+            return f"{len(self._open)} requests wait for the host process already"
+        waiting = len(self._inputs.waiting)
+        if waiting and not self.has_room(request):
+            most = f"max_shared_bytes={self.settings.max_shared_bytes}"
+            return f"{waiting} large inputs wait for room in this process's part of {most}"
+        return ""
 
     def _note_session(self, request: Request, session: SessionPlace) -> bool:
         """Number a new session; reject the request and return False if its session has ended.
@@ -199,7 +206,7 @@ class RemoteOpening(Opening):
         return True
 
     def _send_later(self, request: Request) -> None:
-        """Send a request whose large input has been copied."""
+        """Send a request whose large input was copied some time after its arrival."""
         if not request.is_settled:
             keep_deadline(request, self.settings.max_latency)
             self._open.unsent[request.id] = request
@@ -211,6 +218,7 @@ class RemoteOpening(Opening):
         self._inputs.arena.end_turn()
         if self._open.next_expiry <= monotonic():
             self._expire()
+        self._inputs.stage_waiting()
         self._flush()
         self._wake_at(self._open.next_expiry)
 
@@ -358,10 +366,15 @@ class RemoteOpening(Opening):
                 self._ledger.give(request, Failure(DeadlineExceededError(text)))
                 self._abandoned.append(request.id)
             else:
-                error = NotReadyError(f"no host process was there within {limit}")
                 self._ledger.counters.submitted += 1
-                self._ledger.expire(request, error, "not ready")
+                self._ledger.expire(request, *self._explain_unsent(request, limit))
         self._notice_drained()
+
+    def _explain_unsent(self, request: Request, limit: str) -> tuple[BatcherError, str]:
+        if request.staged is not None and request.staged.state is CopyState.CROWDED:
+            text = f"shared memory had no room for its large input within {limit}"
+            return DeadlineExceededError(text), "waiting"
+        return NotReadyError(f"no host process was there within {limit}"), "not ready"
 
     def _fail(self, request: Request, error: BatcherError, reason: str) -> None:
         """Give a caller an error; the request is settled. The host counts its own."""
@@ -439,7 +452,7 @@ class RemoteOpening(Opening):
         if request.share is not None:
             # The calls of other processes count too, but are not known here.
             own = self._open.held_by(request.share)
-        return self._room > own + len(self._open.unsent) + ahead
+        return self._room > own + len(self._open.unsent) + len(self._inputs.waiting) + ahead
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
@@ -534,8 +547,10 @@ class RemoteOpening(Opening):
         self._report(False)  # the host tells which process does
         self._inputs.use(memory, welcome.start, welcome.length)
         self._room, self._sent = welcome.room, 0
-        for request in self._open.unsent.values():
+        for request in [*self._open.unsent.values()]:
             keep_deadline(request, self.settings.max_latency)
+            if not self._inputs.stage(request):
+                del self._open.unsent[request.id]
         self.run_soon()
 
     def _host_unreachable(self, error: BaseException) -> None:
@@ -583,6 +598,7 @@ class RemoteOpening(Opening):
     def _retry_requests(self, *, had_workers: bool) -> None:
         """Send the requests of a dead host again once there is another, or fail them."""
         self._inputs.lose()
+        self._inputs.stage_waiting()  # all may be sent to the next host
         for request in self._open:
             if request.staged is not None:
                 request.staged.release()
@@ -732,6 +748,12 @@ class RemoteOpening(Opening):
     def begin_drain(self) -> None:
         """Let no further session begin; the batcher sends no other requests."""
         self._is_draining = True
+
+    def _notice_drained(self) -> None:
+        """Note that calls have ended; there may be room for an input that waits."""
+        if self._inputs.waiting:
+            self.run_soon()
+        super()._notice_drained()
 
     def _is_drained(self) -> bool:
         return not (len(self._open) or self._caller_sessions)

@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fast_batcher._core.values import Request
@@ -30,7 +32,19 @@ logger = logging.getLogger("fast_batcher")
 class HostInputs:
     """Packs the inputs of one API process for its host."""
 
-    def __init__(self, settings: Settings, loop: AbstractEventLoop, name: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        loop: AbstractEventLoop,
+        name: str,
+        open_calls: Iterable[Request],
+        send: Callable[[Request], None],
+    ) -> None:
+        self._open_calls = open_calls
+        # Called with each request that could not be sent at once, when it can be.
+        self._send = send
+        # Requests whose inputs wait for room in shared memory, in order of arrival.
+        self.waiting: deque[Request] = deque()
         self._settings = settings
         self._name = name
         self._pickler = make_pickler(settings)
@@ -69,17 +83,40 @@ class HostInputs:
             self._lost.append(slabs)
             self.memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
 
-    def stage(self, request: Request) -> StagedInput | None:
-        """Copy a large input into shared memory; return it if a thread still copies."""
+    def stage(self, request: Request) -> bool:
+        """Copy a large input into shared memory; return whether the request can be sent now.
+
+        If not, `send` gets it once a thread has copied it, or after others have left room for it.
+        It waits for room only while the input of an open call has some, so that it waits for the
+        end of a call, and not for a model that keeps its inputs.
+        """
         if type(request.value) not in self.arena.probes:
-            return None
-        staged = request.staged = self.arena.stage(request.value)
-        return staged if staged is not None and staged.state is CopyState.COPYING else None
+            return True
+        staged = self.arena.stage(request.value, takes_room=not self.waiting)
+        request.staged = staged
+        if staged is None:
+            return True
+        if staged.state is CopyState.COPYING:
+            staged.when_copied = functools.partial(self._send, request)
+        elif staged.state is CopyState.CROWDED and any(map(_has_room, self._open_calls)):
+            self.waiting.append(request)
+        else:
+            return True
+        return False
+
+    def stage_waiting(self) -> None:
+        """Copy inputs that have waited for room, in order of arrival, as long as there is some."""
+        waiting, self.waiting = self.waiting, deque()
+        while waiting and not self.waiting:
+            request = waiting.popleft()
+            if not request.is_settled and self.stage(request):
+                self._send(request)
+        self.waiting += waiting
 
     def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
         self._enable()
-        return self.arena.allocate(dtype, shape)
+        return None if self.waiting else self.arena.allocate(dtype, shape)
 
     def pack(self, request: Request) -> bytes | Row | BatcherError:
         """Return the input of a request as a row of shared memory or as a pickle, or an error."""
@@ -107,6 +144,7 @@ class HostInputs:
 
     def close(self) -> None:
         """Unmap the memory and end the copier thread; may be called again."""
+        self.waiting.clear()
         self._rows.clear()
         self.memory.close()
         for slabs in self._lost:  # the copier thread has ended before it came to them
@@ -126,3 +164,9 @@ class HostInputs:
                 self._name,
                 str(reason),
             )
+
+
+def _has_room(call: Request) -> bool:
+    """Return whether shared memory was found for the input of an open call."""
+    staged: StagedInput | None = call.staged
+    return staged is not None and staged.state in (CopyState.COPYING, CopyState.COPIED)

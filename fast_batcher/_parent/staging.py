@@ -243,6 +243,7 @@ class CopyState(Enum):
     COPYING = 0  # the copier thread is copying, or will
     COPIED = 1
     FAILED = 2  # the system had no memory for it
+    CROWDED = 3  # other inputs take the memory; it was not begun
 
 
 @dataclass(slots=True, eq=False)
@@ -320,8 +321,11 @@ class InputArena:
         """Note the end of a turn: the next one may copy `MOST_COPIED_IN_TURN` bytes again."""
         self._copied = 0
 
-    def stage(self, value: Any) -> StagedInput | None:
-        """Copy a value into shared memory, now or on the copier thread; None if not staged."""
+    def stage(self, value: Any, *, takes_room: bool = True) -> StagedInput | None:
+        """Copy a value into shared memory, now or on the copier thread; None if not staged.
+
+        If other inputs take the memory, or without `takes_room`, the state is `CROWDED`.
+        """
         found = self.probes[type(value)](value, self._least, self._most)
         slabs = self._memory.slabs
         if found is None or not isinstance(slabs, Slabs):
@@ -338,9 +342,10 @@ class InputArena:
         # Another thread may have resized it since it was probed.
         if view is None or view.nbytes != size:
             return None
-        found_room = self._find_room(slabs, key, size)
+        found_room = self._find_room(slabs, key, size) if takes_room else None
         if found_room is None:
-            return None
+            fits = size <= slabs.size * self._most_of_all
+            return StagedInput(None, 0, 0, b"", CopyState.CROWDED) if fits else None
         section, staged = found_room
         cost = size + slabs.count_fresh(section) * (FRESH_COST - 1)
         if size > LARGEST_COPY_ON_LOOP or self._copied + cost > MOST_COPIED_IN_TURN:

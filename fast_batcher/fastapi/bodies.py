@@ -182,7 +182,8 @@ def _find_shape(
             "more, of which one may be -1, and a numeric dtype of fixed size"
         )
     if step > max_bytes:  # the text omits `step`, which may have too many digits for Python
-        text = f"{_describe(sizes, dtype)} has more than the {max_bytes} bytes that a body may have"
+        described = _describe_array(sizes, dtype)
+        text = f"{described} has more than the {max_bytes} bytes that a body may have"
         raise BodyError(413, "request_too_large", text)
     if -1 not in sizes:
         if announced not in (None, step):
@@ -196,7 +197,7 @@ def _find_shape(
     return tuple(announced // step if size == -1 else size for size in sizes)
 
 
-def _describe(sizes: tuple[int, ...], dtype: "np.dtype[Any]") -> str:
+def _describe_array(sizes: tuple[int, ...], dtype: "np.dtype[Any]") -> str:
     return f"an array of shape {sizes!r:.100} and dtype {dtype}"
 
 
@@ -204,7 +205,7 @@ def _wrong_length(
     sizes: tuple[int, ...], dtype: "np.dtype[Any]", found: object, *, is_read: bool = False
 ) -> BodyError:
     expected = math.prod(sizes) * dtype.itemsize
-    text = f"{_describe(sizes, dtype)} has {expected} bytes, the body {found}"
+    text = f"{_describe_array(sizes, dtype)} has {expected} bytes, the body {found}"
     return BodyError(422, "wrong_length", text, is_read=is_read)
 
 

@@ -1,0 +1,138 @@
+"""Large inputs of a process whose part of the shared memory is taken: they wait for room."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from openings import host_of, own_directory
+from shared_client import make
+from waits import ONE_LOOP, Gate, call, order_of_ends, outcome, turns
+
+from fast_batcher import DeadlineExceededError, DynBatcher, QueueFullError
+
+__all__ = ["own_directory"]
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("own_directory")]
+
+SIZE = 200_000
+# A process has a fourth of the memory, which has room for four of these arrays.
+ROOM = 4
+OPTIONS: Any = {"max_batch_size": 2, "max_shared_bytes": 4 * 2**20, "timeout": None}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    return ONE_LOOP
+
+
+def array(filling: int) -> Any:
+    return np.full(SIZE, filling, np.uint8)
+
+
+@asynccontextmanager
+async def open_batcher(gate: Gate, **options: Any) -> AsyncIterator[DynBatcher[Any, Any]]:
+    """Open one whose process uses shared memory, as it does after the first large input."""
+    async with make("shared:PlacesAtGate", {**OPTIONS, **options}, [gate.path]) as batcher:
+        first = call(batcher, array(1))
+        (await gate.visit()).let_on()
+        assert await first == (SIZE, False)
+        yield batcher
+
+
+async def test_more_inputs_than_there_is_room_for_reach_the_worker_without_a_pickle(
+    gate: Gate,
+) -> None:
+    async with open_batcher(gate) as batcher:
+        calls = [call(batcher, array(number)) for number in range(5 * ROOM)]
+        await gate.visit()
+        gate.close()
+        assert await asyncio.gather(*calls) == [(SIZE * one, True) for one in range(5 * ROOM)]
+
+
+async def test_small_input_waits_for_no_room(gate: Gate) -> None:
+    async with open_batcher(gate, max_batch_size=1) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(2 * ROOM)]
+        visit = await gate.visit()
+        small = call(batcher, np.ones(10, np.uint8), priority=1)
+        await turns()
+        for _ in range(3):  # two batches are sent ahead
+            visit.let_on()
+            visit = await gate.visit()
+        assert await small == (10, False)
+        assert not all(one.done() for one in calls[:ROOM])
+        gate.close()
+        assert await asyncio.gather(*calls) == [(SIZE, True)] * (2 * ROOM)
+
+
+async def test_waiting_input_may_leave_or_be_late(gate: Gate) -> None:
+    async with open_batcher(gate) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(ROOM)]
+        await gate.visit()
+        cancelled, late, last = (
+            call(batcher, array(2)),
+            call(batcher, array(3), timeout=0.05),
+            call(batcher, array(4)),
+        )
+        await turns()
+        cancelled.cancel()
+        error = await outcome(late)
+        assert isinstance(error, DeadlineExceededError)
+        assert "shared memory had no room for its large input within its timeout" in str(error)
+        gate.close()
+        assert await asyncio.gather(*calls, last) == [(SIZE, True)] * ROOM + [(4 * SIZE, True)]
+        assert isinstance(await outcome(cancelled), asyncio.CancelledError)
+
+
+async def test_no_more_inputs_wait_than_the_queue_has_room_for(gate: Gate) -> None:
+    async with open_batcher(gate, max_queue_size=ROOM + 3) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(3 * ROOM)]
+        await gate.visit()
+        gate.close()
+        outcomes = [await outcome(one) for one in calls]
+        assert outcomes[: ROOM + 3] == [(SIZE, True)] * (ROOM + 3)
+        for error in outcomes[ROOM + 3 :]:
+            assert isinstance(error, QueueFullError)
+            assert "3 large inputs wait for room in this process's part of max_sh" in str(error)
+
+
+async def test_smaller_input_does_not_overtake_one_that_waits(gate: Gate) -> None:
+    async with open_batcher(gate, max_batch_size=1) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(ROOM)]
+        larger = call(batcher, np.ones((ROOM - 1) * SIZE, np.uint8))
+        (await gate.visit()).let_on()
+        await calls[0]
+        # There is room for this one now.
+        smaller = call(batcher, array(1))
+        ends = asyncio.create_task(order_of_ends(smaller, larger))
+        await gate.visit()
+        gate.close()
+        assert await ends == [1, 0]
+        assert await larger == ((ROOM - 1) * SIZE, True)
+        await asyncio.gather(*calls)
+
+
+async def test_waiting_inputs_survive_the_host(gate: Gate) -> None:
+    async with open_batcher(gate) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(3 * ROOM)]
+        await gate.visit()
+        host = psutil.Process(host_of(batcher))
+        os.kill(host.pid, signal.SIGKILL)
+        await gate.visit()  # of the next host's worker
+        gate.close()
+        assert await asyncio.gather(*calls) == [(SIZE, True)] * (3 * ROOM)
+
+
+async def test_inputs_that_the_model_keeps_stop_no_other() -> None:
+    """No room comes free again, so that the inputs go through the socket."""
+    async with make("large:KeepsInputs", {**OPTIONS, "max_batch_size": 1}, []) as batcher:
+        # From the first on, large inputs use shared memory.
+        assert await batcher.process_batched(array(1)) == [SIZE]
+        calls = [call(batcher, array(1)) for _ in range(3 * ROOM)]
+        assert await calls[-1] == [SIZE] * (1 + 3 * ROOM)
+        assert len(await asyncio.gather(*calls)) == 3 * ROOM
