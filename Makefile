@@ -126,6 +126,7 @@ bench-all: bench-setup
 
 soak: install
 	$(PYTEST) -m long
+	$(PYTEST) --hypothesis-profile random tests/unit
 	$(PYTEST) tests/faults/test_fault_matrix.py
 	PAIRS_SEED=$$(date +%s) $(PYTEST) tests/pairs
 	$(BIN)/python -m benchmarks.soak

@@ -660,7 +660,10 @@ class Scheduler:
         if isinstance(decision, Release):
             return decision
         until = self._deadline_batches.latest_start(queue)
-        return Release.DEADLINE if until <= now else min(decision, until)
+        if until > now:
+            return min(decision, until)
+        self._policy.end_hold()
+        return Release.DEADLINE
 
     def _load(self, queue: Queue | SessionQueue) -> Load:
         method = queue.next_method

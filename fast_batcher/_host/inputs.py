@@ -92,16 +92,15 @@ class HostInputs:
         """
         if type(request.value) not in self.arena.probes:
             return True
-        staged = self.arena.stage(request.value, takes_room=not self.waiting)
-        request.staged = staged
-        if staged is None:
+        staged = request.staged = self.arena.stage(request.value, takes_room=not self.waiting)
+        if staged is None or staged.state is CopyState.COPIED:
             return True
         if staged.state is CopyState.COPYING:
             staged.when_copied = functools.partial(self._send, request)
-        elif staged.state is CopyState.CROWDED and any(map(_has_room, self._open_calls)):
-            self.waiting.append(request)
-        else:
+            return False
+        if not any(map(_has_room, self._open_calls)):
             return True
+        self.waiting.append(request)
         return False
 
     def stage_waiting(self) -> None:

@@ -182,8 +182,7 @@ def _find_shape(
             "more, of which one may be -1, and a numeric dtype of fixed size"
         )
     if step > max_bytes:  # the text omits `step`, which may have too many digits for Python
-        described = _describe_array(sizes, dtype)
-        text = f"{described} has more than the {max_bytes} bytes that a body may have"
+        text = f"{_describe_array(sizes, dtype)} has more bytes than the {max_bytes} of a body"
         raise BodyError(413, "request_too_large", text)
     if -1 not in sizes:
         if announced not in (None, step):

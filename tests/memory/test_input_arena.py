@@ -36,7 +36,7 @@ from sender_harness import (
 from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
-from fast_batcher._parent.staging import FRESH_COST, LEAST_STAGED, MOST_COPIED_IN_TURN
+from fast_batcher._parent.staging import FRESH_COST, LEAST_STAGED, MOST_COPIED_IN_TURN, CopyState
 from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import loads
 
@@ -88,7 +88,8 @@ def test_small_and_oversized_inputs_are_not_staged(harness: SenderHarness, size:
 def test_half_of_memory_stays_for_other_inputs(harness: SenderHarness) -> None:
     requests = harness.arrive(*numbered(10, 2 * MEBI))
     # Two in a slab: a quarter of the memory.
-    assert [request.staged is not None for request in requests] == [True] * 4 + [False] * 6
+    states = [request.staged.state for request in requests if request.staged is not None]
+    assert states == [CopyState.COPYING] * 4 + [CopyState.CROWDED] * 6
     assert harness.slabs.taken_bytes == SIZE / 2
 
 

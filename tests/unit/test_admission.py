@@ -12,9 +12,9 @@ from marks import long
 from schedulers import make, make_request, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
-from fast_batcher._core.policy import FixedPolicy
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load
 from fast_batcher._core.prediction import SAFETY_FACTOR, Backlog, BatchTimes, Method, Methods
-from fast_batcher._core.queue import BatchPacker, PaddedPacker, RequestQueue, WorkAhead
+from fast_batcher._core.queue import BatchPacker, PaddedPacker, Queue, RequestQueue, WorkAhead
 from fast_batcher._core.scheduler import LATE_ARRIVAL, Scheduler
 from fast_batcher._core.service_model import Shape
 from fast_batcher._core.values import (
@@ -237,6 +237,30 @@ def test_a_hold_makes_no_request_late(lateness: float) -> None:
     assert latest == pytest.approx(1.995)
     (batch,) = poll_batches(scheduler, 2.0 + lateness)
     assert (batch.requests, batch.release) == (requests, Release.DEADLINE)
+
+
+class HoldsAll(GreedyPolicy):
+    """Holds every batch, and counts the ends of holds that it is told of."""
+
+    may_hold = True
+    ended = 0
+
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
+        return inf
+
+    def end_hold(self) -> None:
+        self.ended += 1
+
+
+def test_policy_is_told_that_a_target_ends_its_hold_at_once() -> None:
+    """Otherwise it would take the next decision for one about the same hold."""
+    policy = HoldsAll()
+    scheduler = make(policy, max_batch_size=4, max_latency=3.0)
+    for _ in range(LESSONS):
+        scheduler.service.observe(1, 1.0)
+    assert scheduler.submit(0.0, [Request("input", None)]) == []
+    (batch,) = poll_batches(scheduler, 2.5)
+    assert (batch.release, policy.ended) == (Release.DEADLINE, 1)
 
 
 def test_a_hold_sends_no_second_batch_without_known_times() -> None:
