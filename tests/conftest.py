@@ -28,8 +28,8 @@ from waits import MEASURED, Gate
 # Fixtures of tests in several folders.
 __all__ = ["cluster", "hosts", "nodes"]
 
-# How long an example takes depends on the machine, and says nothing about it being right. A change is
-# judged by the same examples each time; `make soak` looks for others.
+# How long an example takes depends on the machine, and says nothing about it being right. A change
+# is judged by the same examples each time; `make soak` looks for others.
 hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ours", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("ours")
