@@ -7,15 +7,21 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from marks import long
 from paths import ROOT
 from programs import run_command
 
 from benchmarks.soak.report import Findings, make_table
 from benchmarks.soak.scenarios import SCENARIOS
 
+# The longest of them.
+LONG = ("S6", "S10")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", [*[name for name in SCENARIOS if name not in LONG], *long(*LONG)]
+)
 def test_the_short_form(scenario: str, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     command = [sys.executable, "-m", "benchmarks.soak", scenario, "--short", "--json", str(path)]

@@ -834,4 +834,4 @@ class Schedule(RuleBasedStateMachine):
 
 
 TestSchedule = pytest.mark.slow(Schedule.TestCase)
-TestSchedule.settings = settings(max_examples=400, stateful_step_count=60)
+TestSchedule.settings = settings(max_examples=150, stateful_step_count=60)
