@@ -16,9 +16,7 @@ TABLES = {"http": {"resnet", "encoder"}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parts", [("times",), pytest.param(tuple(LIMITS), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("parts", [("times",), pytest.param(tuple(LIMITS), marks=pytest.mark.long)])
 def test_the_short_form_measures_every_part_and_loses_nothing(
     parts: tuple[str, ...], tmp_path: Path
 ) -> None:

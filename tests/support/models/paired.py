@@ -291,7 +291,7 @@ class StackedSized(Stacked):
 
 class PaddedSized(Stacked):
     collation = Collation.pad(
-        value=0, outputs="rows", allowed_batch_sizes=SIZES, allowed_lengths=(4, 8)
+        value=0, outputs="rows", allowed_batch_sizes=SIZES, allowed_lengths=(4, 8, 8_008)
     )
 
 

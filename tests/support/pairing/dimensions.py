@@ -39,7 +39,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "loading": ("quick", "slow", "flaky"),
     "share": ("none", "several"),
     "priority": ("none", "mixed"),
-    "inputs": ("plain", "failing", "raising", "slow"),
+    "inputs": ("plain", "failing", "raising", "slow", "large"),
     "call": ("process_batched", "process_many", "submit", "stream", "session", "rows"),
     "callers": ("patient", "impatient", "cancelled", "pinging"),
     "event": (
@@ -64,6 +64,10 @@ STEPPED = ("Stepped", "Streamed")
 LOCAL_THREADS = ("threads", "kit")
 # Streams that a worker has side by side: fewer than there are callers.
 PLACES = 3
+# Numbers in a large input, which goes through shared memory; and the bytes of that, with room for
+# three of these inputs where a process has a quarter of it.
+LARGE = 8_000
+FEW_SHARED_BYTES = 2**20
 
 
 def _pairs(one: str, values: tuple[str, ...], other: str, others: tuple[str, ...]) -> set[Pair]:
@@ -153,7 +157,8 @@ class SlowCache:
 
 def count_length(value: Any) -> float:
     """The cost that docs/tuning.md has for texts: 0 for an empty one."""
-    return float(value[2]) if isinstance(value, list) else len(value) - 2
+    is_row = not isinstance(value, list) and len(value) < LARGE
+    return len(value) - 2.0 if is_row else float(value[2])
 
 
 def count_at_least_one(value: Any) -> float:
@@ -178,6 +183,8 @@ def make_options(case: Case, seed: int) -> dict[str, Any]:  # noqa: C901  a tabl
         options["shared"] = f"pairs-{seed}"
     elif case["workers"] == "threads":
         options["workers"] = "threads"
+    if case["inputs"] == "large" and case["workers"] in ("processes", "shared"):
+        options["max_shared_bytes"] = FEW_SHARED_BYTES
     if case["policy"] != "adaptive":
         options["policy"] = Rule() if case["policy"] == "own" else case["policy"]
     if case["policy"] == "fixed":

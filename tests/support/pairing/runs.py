@@ -47,13 +47,15 @@ from fast_batcher.observing import (
 )
 from fast_batcher.testing import BatcherKit
 from pairing.allowances import may_fail
-from pairing.dimensions import ARRAYS, PLACES, STEPPED, Case, Rule, make_options, model_of
+from pairing.dimensions import ARRAYS, LARGE, PLACES, STEPPED, Case, Rule, make_options, model_of
 from pairing.observing import Pulse, catch_logs, children_of, find_left, hold, quicken_scaling
 
 # Seconds beyond a deadline, and beyond what the loop was late, after which a call is late.
 SLACK = 0.35
 # Seconds beyond that after which a call counts as never ended.
 HANG = 3.0
+# What is asked of the model by some inputs.
+DEEDS = {"failing": paired.FAIL, "raising": paired.RAISE, "slow": paired.SLOW}
 # Releases for which no policy is asked.
 _UNASKED = ("full", "retry", "drain", "deadline")
 # Seconds after a failed reload in which its model may answer, if a load of the old one fails, too.
@@ -158,7 +160,7 @@ class Run:
         is_known = self.case["cache"] != "none" and self.random.random() < 0.6
         if is_known:
             number = number % 7 + 1
-        deed = {"plain": 0, "failing": 1, "raising": 2, "slow": 3}[self.case["inputs"]]
+        deed = DEEDS.get(self.case["inputs"], paired.PLAIN)
         is_plain = is_known or self.random.random() > 0.15
         deed = paired.PLAIN if is_plain else deed
         length = self.random.randint(0 if self.case["cost"] == "zero" else 1, 6)
@@ -166,13 +168,16 @@ class Run:
             length = max(length, 1) * self.random.choice((1, 1, 10))
         if is_known:  # equal inputs have equal numbers
             length = number
-        if self.case["model"] not in ARRAYS:
+        is_large = self.case["inputs"] == "large"
+        if self.case["model"] not in ARRAYS and not is_large:
             value = paired.Ticket((number, deed, length))
             self.inputs.append(weakref.ref(value))
             return value, number
-        size = 3 if self.case["model"] == "Stacked" else 2 + length
-        row = np.zeros(size, "int64")
+        size = 2 + length if self.case["model"] in ("Padded", "Ragged") else 3
+        row = np.zeros(size + LARGE * is_large, "int64")
         row[:2] = number, deed
+        if is_large:
+            row[2] = length
         self.inputs.append(weakref.ref(row))
         return row, number
 
