@@ -148,14 +148,12 @@ async def read_array(
     try:
         sizes, kind = to_shape(shape), np.dtype(dtype)
     except Exception as error:  # of six types: NumPy parses texts
-        raise ConfigurationError(
-            f"read_array: shape={shape!r:.100}, dtype={dtype!r:.100}: {error}"
-        ) from error
+        raise _invalid_array(shape, dtype, error) from error
     sizes = _find_shape(sizes, kind, announced, max_bytes)
     try:
         array = (np.empty if into is None else into.allocate_input)(sizes, kind)
     except ValueError as error:  # no bytes, but more dimensions or larger ones than there can be
-        raise ConfigurationError(f"read_array: shape={sizes!r:.100}: {error}") from error
+        raise _invalid_array(sizes, kind, error) from error
     left = array.reshape(-1).view(np.uint8).data
 
     def put(piece: bytes) -> None:
@@ -177,10 +175,7 @@ def _find_shape(
     """Return the shape of the array, with -1 replaced by the size that the body's length gives."""
     step = dtype.itemsize * math.prod(size for size in sizes if size != -1)
     if dtype.hasobject or not dtype.itemsize or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
-        raise ConfigurationError(
-            f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: give sizes of 0 or "
-            "more, of which one may be -1, and a numeric dtype of fixed size"
-        )
+        raise _invalid_array(sizes, dtype, "they do not describe an array of numbers")
     if step > max_bytes:  # the text omits `step`, which may have too many digits for Python
         text = f"{_describe_array(sizes, dtype)} has more bytes than the {max_bytes} of a body"
         raise BodyError(413, "request_too_large", text)
@@ -194,6 +189,13 @@ def _find_shape(
         text = f"the body has {announced} bytes, not a multiple of {step}"
         raise BodyError(422, "wrong_length", text)
     return tuple(announced // step if size == -1 else size for size in sizes)
+
+
+def _invalid_array(shape: object, dtype: object, reason: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"read_array: shape={shape!r:.100}, dtype={dtype!r:.100}: {reason!s:.100}; give sizes of 0 "
+        "or more, of which one may be -1, and a numeric dtype of fixed size"
+    )
 
 
 def _describe_array(sizes: tuple[int, ...], dtype: "np.dtype[Any]") -> str:
