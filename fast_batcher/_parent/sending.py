@@ -329,14 +329,15 @@ def dump_input(pickler: OutOfBandPickler, value: Any, max_frame_bytes: int) -> b
         item = pickler.dumps(value)
     except BaseException as error:  # noqa: BLE001  pickling is the user's code
         reason = pickling.one_line(error)
-        # An open file may be inside of the input.
+        # An open file or a coroutine may be inside of the input.
         named = _UNPICKLED.search(reason)
-        is_file = hasattr(type(value), "read") or (named is not None and hasattr(io, named[1]))
-        remedy = (
-            "read the file first, as await upload.read(), and send its bytes"
-            if is_file
-            else "send plain data instead"
-        )
+        culprit = "" if named is None else named[1]
+        if hasattr(type(value), "read") or hasattr(io, culprit):
+            remedy = "read the file first, as await upload.read(), and send its bytes"
+        elif culprit == "coroutine":
+            remedy = "await the coroutine, and send its result"
+        else:
+            remedy = "send plain data instead"
         unsendable_error = UnsendableValueError(
             f"the input, a {type(value).__qualname__}, cannot be pickled ({reason}), so it cannot "
             f"reach the worker process; {remedy}"

@@ -128,7 +128,7 @@ async def test_outputs_of_every_kind_arrive(make: Make) -> None:
         assert len(await batcher.process_batched(100)) == 100
 
 
-async def test_open_file_error_names_the_remedy(make: Make) -> None:
+async def test_error_of_an_unpicklable_input_names_the_remedy(make: Make) -> None:
     """As an upload above the size that Starlette keeps in memory."""
     needs_pickling(make)
     with tempfile.SpooledTemporaryFile(max_size=1) as file:
@@ -141,6 +141,10 @@ async def test_open_file_error_names_the_remedy(make: Make) -> None:
                 assert "read the file first, as await upload.read(), and send its bytes" in str(
                     error
                 )
+            reading = upload.read()
+            forgotten = await outcome(call(batcher, [reading]))
+            assert "await the coroutine, and send its result" in str(forgotten)
+            reading.close()
             other = await outcome(call(batcher, threading.Lock()))
             assert "send plain data instead" in str(other)
 
