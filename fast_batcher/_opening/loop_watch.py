@@ -58,7 +58,8 @@ class LoopWatch:
                 "waits without `await` (time.sleep, requests.get): run it by `await "
                 "asyncio.to_thread(...)`, or in a plain `def` endpoint. Or the model's first "
                 "tensor imported PyTorch: import it with the app. PYTHONASYNCIODEBUG=1 logs which "
-                "it is. Such a line comes once a minute",
+                "it is; if it logs none, the process gets no core, or large bodies arrive faster "
+                "than it reads them: use several server processes. Such a line comes once a minute",
                 seconds,
                 WINDOW,
             )

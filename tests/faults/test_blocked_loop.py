@@ -143,6 +143,7 @@ async def test_blocked_loop_is_named_in_log_error_and_statistics(
     (warning,) = [text for text in caplog.messages if "event loop" in text]  # one in a minute
     assert warning.startswith("the event loop was blocked for ")
     assert "import it with the app" in warning
+    assert "large bodies arrive faster than it reads them" in warning
     assert "Echo" not in warning
 
 
