@@ -31,6 +31,8 @@ BODY_TIMEOUT = 30.0
 # The status of a request whose client has gone, for logs and metrics; no client reads it.
 # Source: nginx, which logs the same.
 CLIENT_CLOSED_REQUEST = 499
+# The key of a request's scope that says that `read_body` or `read_array` has read the whole body.
+BODY_IS_READ = "fast_batcher.body_is_read"
 # A number of more digits than this is above every limit, and Python refuses to read 5000 of them.
 MOST_LENGTH_DIGITS = 18
 
@@ -243,3 +245,4 @@ async def _receive(request: Request, max_bytes: int, put: Callable[[bytes], obje
                     put(piece)
     except ClientDisconnect:
         raise client_has_gone() from None
+    request.scope[BODY_IS_READ] = True

@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 import inspect
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from types import FrameType, TracebackType
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.types import Receive
 
-from fast_batcher.fastapi.bodies import client_has_gone
+from fast_batcher.fastapi.bodies import BODY_IS_READ, client_has_gone
 
 # Seconds after which a request is watched. The task then costs 0.1 % of the request's time so far,
 # and a disconnect is noticed at most this much later.
@@ -33,15 +33,19 @@ class EndedByDisconnect:
 
     Args:
         receive: The request's `receive`; all messages but the disconnect are dropped.
+        may_receive: Whether nobody else calls `receive` any more. The request is not watched before.
 
     Raises:
         HTTPException: 499 in place of the cancellation; or the error of a limit on the body.
     """
 
-    __slots__ = ("_context", "_reason", "_receive", "_sweeper", "_task", "_watcher", "since")
+    __slots__ = (
+        "_context", "_reason", "_receive", "_sweeper", "_task", "_watcher", "may_receive", "since",
+    )  # fmt: skip
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, may_receive: Callable[[], bool] = lambda: True) -> None:
         self._receive = receive
+        self.may_receive = may_receive
         # The context of the request, in which its middlewares expect `receive` to be awaited.
         self._context = contextvars.copy_context()
         self._task: asyncio.Task[Any] | None = None
@@ -98,7 +102,7 @@ class EndedByDisconnect:
         try:
             # `request.is_disconnected()` would never return True behind a BaseHTTPMiddleware.
             while (await self._receive())["type"] != "http.disconnect":
-                pass  # the rest of a body that the endpoint has not read
+                pass  # the empty body of a request without one
             self._reason = client_has_gone()
         except HTTPException as error:  # from a limit on the body, of FastAPI or of a middleware
             self._reason = error
@@ -140,7 +144,11 @@ class _Sweeper:
                 self._start_timer(entry.since)
                 return
             del self._entries[entry]
-            entry.watch()
+            if entry.may_receive():
+                entry.watch()
+            else:
+                entry.since = limit + UNWATCHED
+                self._entries[entry] = None
 
 
 def _find_sweeper() -> _Sweeper:
@@ -183,8 +191,24 @@ async def end_by_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
     if not isinstance(connection, Request):
         yield  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
         return
-    async with EndedByDisconnect(connection.receive):
+    async with EndedByDisconnect(connection.receive, partial(_is_whole, connection)):
         yield
+
+
+def _is_whole(request: Request) -> bool:
+    """Return whether no piece of the body is left that the endpoint could read.
+
+    A piece that two wait for goes to one of them. FastAPI reads what its parameters need before any
+    dependency; nothing public tells how much an app has read itself, but by `read_body`.
+    """
+    scope, headers = request.scope, request.headers
+    if scope.get(BODY_IS_READ) or getattr(scope.get("route"), "body_field", None) is not None:
+        return True
+    if "content-length" in headers:
+        return headers["content-length"] == "0"
+    # Before HTTP/2 a body without a length is announced, too.
+    is_announced = scope["http_version"].startswith("1") or request.method in ("GET", "HEAD")
+    return is_announced and "transfer-encoding" not in headers
 
 
 cancel_on_disconnect: Any = Depends(end_by_disconnect, scope="function")
@@ -194,8 +218,10 @@ FastAPI does not do that by itself. Use it as `@app.post(..., dependencies=[canc
 or in the `dependencies` of an app or router.
 
 A queued request of the endpoint is then removed from the batcher's queue; the output of a running
-one is dropped. Other requests of the batch are not affected. Logs and metrics see status 499. Do
-not use it for endpoints that read `request.stream()` themselves; a dependency that reads the body
-must come first: `dependencies=[Depends(read), cancel_on_disconnect]`. It has no effect on
-WebSockets, whose endpoints get `WebSocketDisconnect` when they receive.
+one is dropped. Other requests of the batch are not affected. Logs and metrics see status 499.
+
+A request with a body is cancelled only after the body was read: by FastAPI for a parameter of the
+endpoint, by `read_body` or by `read_array`. If the app reads it in another way, for example by
+`request.body()`, the request is not cancelled. It has no effect on WebSockets, whose endpoints get
+`WebSocketDisconnect` when they receive.
 """

@@ -7,16 +7,24 @@ import tracemalloc
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi_versions import needs_included_routers
 from pydantic import BaseModel
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.routing import Route
+from waits import until
 
-from fast_batcher.fastapi import JsonEndpoint, cancel_on_disconnect, install_exception_handlers
+from fast_batcher.fastapi import (
+    JsonEndpoint,
+    cancel_on_disconnect,
+    install_exception_handlers,
+    read_array,
+    read_body,
+)
+from fast_batcher.fastapi.disconnects import UNWATCHED
 
 CLIENTS = 50
 # Much more than the small cycles that the middleware of a task group leaves.
@@ -139,3 +147,83 @@ def test_shared_timer_keeps_no_context_alive() -> None:
         assert value() is None
 
     asyncio.run(serve())
+
+
+# --- bodies that the app reads itself -------------------------------------------------------------
+
+PIECES = 3
+
+
+async def read_pieces(request: Request) -> bytes:
+    return b"".join([piece async for piece in request.stream()])
+
+
+async def read_at_once(request: Request) -> bytes:
+    return await request.body()
+
+
+async def read_pixels(request: Request) -> bytes:
+    return bytes(await read_array(request, PIECES, "uint8"))
+
+
+def make_reading_app(read: Any, ended: "asyncio.Future[int]", *, is_in_router: bool) -> FastAPI:
+    """An app that reads bodies behind the dependency, and answers when it is let."""
+    app = FastAPI(dependencies=[cancel_on_disconnect])
+    router = APIRouter() if is_in_router else app
+
+    @router.post("/")
+    async def count(body: Annotated[bytes, Depends(read)]) -> int:
+        return len(body) + await ended
+
+    if is_in_router:
+        app.include_router(router)
+    return app
+
+
+async def send_slowly(app: FastAPI, *, then_leaves: bool) -> tuple[int, bytes]:
+    """Send a body in pieces, of which each takes until the request is watched, or longer.
+
+    As with some servers, one message goes to one who waits for it.
+    """
+    loop = asyncio.get_running_loop()
+    messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    status, content = 0, b""
+
+    async def send(message: Any) -> None:
+        nonlocal status, content
+        status = message.get("status", status)
+        content += message.get("body", b"")
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/", "query_string": b""},
+        **{"headers": [(b"content-length", b"%d" % PIECES)], "http_version": "1.1"},
+    }
+    request = asyncio.create_task(app(scope, messages.get, send))
+    for number in range(PIECES):
+        later = loop.time() + 2 * UNWATCHED
+        await until(lambda: loop.time() > later)
+        is_last = number == PIECES - 1
+        messages.put_nowait({"type": "http.request", "body": b"a", "more_body": not is_last})
+    if then_leaves:
+        messages.put_nowait({"type": "http.disconnect"})
+    await request
+    return status, content
+
+
+@pytest.mark.parametrize("is_in_router", [False, True])
+@pytest.mark.parametrize("read", [read_pixels, read_body, read_pieces, read_at_once])
+@pytest.mark.anyio
+async def test_no_piece_of_a_slow_body_is_lost(read: Any, is_in_router: bool) -> None:
+    ended = asyncio.get_running_loop().create_future()
+    ended.set_result(0)
+    app = make_reading_app(read, ended, is_in_router=is_in_router)
+    assert await send_slowly(app, then_leaves=False) == (200, b"%d" % PIECES)
+
+
+@pytest.mark.parametrize("read", [read_pixels, read_body])
+@pytest.mark.anyio
+async def test_client_may_go_once_the_slow_body_is_read(read: Any) -> None:
+    ended = asyncio.get_running_loop().create_future()
+    app = make_reading_app(read, ended, is_in_router=False)
+    assert (await send_slowly(app, then_leaves=True))[0] == 499
+    assert ended.cancelled()
