@@ -95,6 +95,8 @@ class OpenCalls:
         self._calls = Deadlines()
         # The calls to be sent with the next turn of the loop, or to the next host.
         self.unsent: dict[int, Request] = {}
+        # The calls whose inputs wait for room in shared memory, in order of arrival.
+        self.crowded: dict[int, Request] = {}
         # The number of requests of each named share.
         self._held: Counter[Share] = Counter()
 
@@ -131,10 +133,15 @@ class OpenCalls:
     def remove(self, id: int) -> Request | None:
         """Remove and return a request, None if it has ended."""
         request = self._calls.remove(id)
-        self.unsent.pop(id, None)
         if request is not None:
-            self._count(request, -1)
+            self._forget(request)
         return request
+
+    def _forget(self, request: Request) -> None:
+        """Forget a request that was removed from the calls."""
+        self.unsent.pop(request.id, None)
+        self.crowded.pop(request.id, None)
+        self._count(request, -1)
 
     @property
     def next_expiry(self) -> float:
@@ -149,8 +156,7 @@ class OpenCalls:
                 request.deadline = inf
                 self._calls.add(request)
             else:
-                self._count(request, -1)
-                self.unsent.pop(request.id, None)
+                self._forget(request)
                 expired.append(request)
         return settle_open(expired)
 
@@ -185,6 +191,7 @@ class OpenCalls:
         """Remove, settle and return every request."""
         left, self._calls = [*self], Deadlines()
         self.unsent.clear()
+        self.crowded.clear()
         self._held.clear()
         return settle_open(left)
 

@@ -165,13 +165,13 @@ class RemoteOpening(Opening):
                 return
         if self._followers:
             request.context = self._ledger.observers.copy_context()
+        if self.settings.max_queue_bytes is not None:
+            request.size = measure_size(request.value)
         if crowd := self._find_crowd(request):
             self._ledger.reject(request, QueueFullError(crowd))
             return
         if request.session is not None and not self._note_session(request, request.session):
             return
-        if self.settings.max_queue_bytes is not None:
-            request.size = measure_size(request.value)
         self._open.add(monotonic(), request)
         if self._inputs.stage(request):
             self._open.unsent[request.id] = request
@@ -181,11 +181,15 @@ class RemoteOpening(Opening):
         """Describe the requests that wait here and leave no room for this one; "" without such."""
         if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
             return f"{len(self._open)} requests wait for the host process already"
-        waiting = len(self._inputs.waiting)
-        if waiting and not self.has_room(request):
-            most = f"max_shared_bytes={self.settings.max_shared_bytes}"
-            return f"{waiting} large inputs wait for room in this process's part of {most}"
-        return ""
+        crowded, most = self._open.crowded.values(), self.settings.max_queue_bytes
+        if not crowded:
+            return ""
+        # The host judges the bytes and the share of a request that it gets.
+        has_room = self._room > len(self._open.unsent) + len(crowded)
+        if has_room and (most is None or sum(one.size for one in (request, *crowded)) <= most):
+            return ""
+        part = f"this process's part of max_shared_bytes={self.settings.max_shared_bytes}"
+        return f"{len(crowded)} large inputs wait for room in {part}"
 
     def _note_session(self, request: Request, session: SessionPlace) -> bool:
         """Number a new session; reject the request and return False if its session has ended.
@@ -452,7 +456,7 @@ class RemoteOpening(Opening):
         if request.share is not None:
             # The calls of other processes count too, but are not known here.
             own = self._open.held_by(request.share)
-        return self._room > own + len(self._open.unsent) + len(self._inputs.waiting) + ahead
+        return self._room > own + len(self._open.unsent) + len(self._open.crowded) + ahead
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
@@ -751,7 +755,7 @@ class RemoteOpening(Opening):
 
     def _notice_drained(self) -> None:
         """Note that calls have ended; there may be room for an input that waits."""
-        if self._inputs.waiting:
+        if self._open.crowded:
             self.run_soon()
         super()._notice_drained()
 

@@ -7,10 +7,10 @@ import functools
 import logging
 import os
 from asyncio import AbstractEventLoop
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.values import Request
 from fast_batcher._host.protocol import Row
 from fast_batcher._parent.sending import PicklingWatch, dump_input, make_pickler
@@ -37,14 +37,12 @@ class HostInputs:
         settings: Settings,
         loop: AbstractEventLoop,
         name: str,
-        open_calls: Iterable[Request],
+        open_calls: OpenCalls,
         send: Callable[[Request], None],
     ) -> None:
-        self._open_calls = open_calls
+        self._open = open_calls
         # Called with each request that could not be sent at once, when it can be.
         self._send = send
-        # Requests whose inputs wait for room in shared memory, in order of arrival.
-        self.waiting: deque[Request] = deque()
         self._settings = settings
         self._name = name
         self._pickler = make_pickler(settings)
@@ -92,30 +90,34 @@ class HostInputs:
         """
         if type(request.value) not in self.arena.probes:
             return True
-        staged = request.staged = self.arena.stage(request.value, takes_room=not self.waiting)
+        crowded = self._open.crowded
+        is_next = next(iter(crowded), request.id) == request.id
+        staged = request.staged = self.arena.stage(request.value, takes_room=is_next)
+        if staged is not None and staged.state is CopyState.CROWDED:
+            if any(map(_has_room, self._open)):
+                crowded[request.id] = request
+                return False
+            staged = request.staged = None
+        crowded.pop(request.id, None)
         if staged is None or staged.state is CopyState.COPIED:
             return True
-        if staged.state is CopyState.COPYING:
-            staged.when_copied = functools.partial(self._send, request)
-            return False
-        if not any(map(_has_room, self._open_calls)):
-            return True
-        self.waiting.append(request)
+        staged.when_copied = functools.partial(self._send, request)
         return False
 
     def stage_waiting(self) -> None:
         """Copy inputs that have waited for room, in order of arrival, as long as there is some."""
-        waiting, self.waiting = self.waiting, deque()
-        while waiting and not self.waiting:
-            request = waiting.popleft()
-            if not request.is_settled and self.stage(request):
+        crowded = self._open.crowded
+        while crowded:
+            request = next(iter(crowded.values()))
+            if self.stage(request):
                 self._send(request)
-        self.waiting += waiting
+            elif request.id in crowded:
+                return
 
     def allocate(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
         self._enable()
-        return None if self.waiting else self.arena.allocate(dtype, shape)
+        return None if self._open.crowded else self.arena.allocate(dtype, shape)
 
     def pack(self, request: Request) -> bytes | Row | BatcherError:
         """Return the input of a request as a row of shared memory or as a pickle, or an error."""
@@ -143,7 +145,6 @@ class HostInputs:
 
     def close(self) -> None:
         """Unmap the memory and end the copier thread; may be called again."""
-        self.waiting.clear()
         self._rows.clear()
         self.memory.close()
         for slabs in self._lost:  # the copier thread has ended before it came to them

@@ -136,3 +136,26 @@ async def test_inputs_that_the_model_keeps_stop_no_other() -> None:
         calls = [call(batcher, array(1)) for _ in range(3 * ROOM)]
         assert await calls[-1] == [SIZE] * (1 + 3 * ROOM)
         assert len(await asyncio.gather(*calls)) == 3 * ROOM
+
+
+async def test_calls_that_left_while_they_waited_occupy_no_queue(gate: Gate) -> None:
+    async with open_batcher(gate, max_queue_size=ROOM + 3) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(ROOM + 3)]
+        await gate.visit()
+        for one in calls[-2:]:  # another waits before them
+            one.cancel()
+        await asyncio.wait(calls[-2:])
+        later = [call(batcher, array(1)) for _ in range(2)]
+        await turns()
+        gate.close()
+        assert await asyncio.gather(*calls[:-2], *later) == [(SIZE, True)] * (ROOM + 3)
+
+
+async def test_running_inputs_do_not_count_as_bytes_of_the_queue(gate: Gate) -> None:
+    async with open_batcher(gate, max_queue_bytes=ROOM * SIZE) as batcher:
+        # A batch of two runs, and another was sent ahead.
+        calls = [call(batcher, array(1)) for _ in range(ROOM)]
+        await gate.visit()
+        calls += [call(batcher, array(1)) for _ in range(ROOM)]
+        gate.close()
+        assert await asyncio.gather(*calls) == [(SIZE, True)] * (2 * ROOM)
