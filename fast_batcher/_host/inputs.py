@@ -85,8 +85,8 @@ class HostInputs:
         """Copy a large input into shared memory; return whether the request can be sent now.
 
         If not, `send` gets it once a thread has copied it, or after others have left room for it.
-        It waits for room only while the input of an open call has some, so that it waits for the
-        end of a call, and not for a model that keeps its inputs.
+        It waits for room only while the input of a call that will end by itself has some, so that
+        it waits for the end of a call, and not for a model that keeps its inputs.
         """
         if type(request.value) not in self.arena.probes:
             return True
@@ -167,6 +167,10 @@ class HostInputs:
 
 
 def _has_room(call: Request) -> bool:
-    """Return whether shared memory was found for the input of an open call."""
+    """Return whether an open call has room that it gives up, whatever its caller does.
+
+    A stream with a chunk may wait for its reader.
+    """
     staged: StagedInput | None = call.staged
-    return staged is not None and staged.state in (CopyState.COPYING, CopyState.COPIED)
+    is_found = staged is not None and staged.state in (CopyState.COPYING, CopyState.COPIED)
+    return is_found and not call.has_chunks

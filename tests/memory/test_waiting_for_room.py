@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from openings import host_of, own_directory
 from shared_client import make
-from waits import ONE_LOOP, Gate, call, order_of_ends, outcome, turns
+from waits import LIMIT, ONE_LOOP, Gate, call, order_of_ends, outcome, turns
 
 from fast_batcher import DeadlineExceededError, DynBatcher, QueueFullError
 
@@ -159,3 +159,14 @@ async def test_running_inputs_do_not_count_as_bytes_of_the_queue(gate: Gate) -> 
         calls += [call(batcher, array(1)) for _ in range(ROOM)]
         gate.close()
         assert await asyncio.gather(*calls) == [(SIZE, True)] * (2 * ROOM)
+
+
+async def test_inputs_do_not_wait_for_the_end_of_a_stream() -> None:
+    """It comes when the reader has read all, and the reader may wait for another call before."""
+    options = {**OPTIONS, "max_batch_size": 2 * ROOM, "stepped": True}
+    async with make("stepped:Endless", options, []) as batcher, AsyncExitStack() as streams:
+        # From the first on, large inputs use shared memory.
+        for _ in range(2 * ROOM):
+            async with asyncio.timeout(LIMIT):
+                stream = await streams.enter_async_context(await batcher.stream(array(1)))
+                assert await anext(stream) == SIZE

@@ -207,6 +207,16 @@ class Sums(SteppedModel[Any, int]):
         return [Done(total) if count == 3 else total for total, count in states]
 
 
+class Endless(SteppedModel[Any, int]):
+    """Keeps an array, and gives its sum again and again."""
+
+    def join(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+    def step(self, states: list[Any]) -> list[Any]:
+        return [int(value.sum()) for value in states]
+
+
 class Large(SteppedModel[int, bytes]):
     """Gives as many chunks of a megabyte as the input says."""
 
