@@ -94,7 +94,7 @@ class HostInputs:
         is_next = next(iter(crowded), request.id) == request.id
         staged = request.staged = self.arena.stage(request.value, takes_room=is_next)
         if staged is not None and staged.state is CopyState.CROWDED:
-            if any(map(_has_room, self._open)):
+            if not is_next or any(map(_has_room, self._open)):
                 crowded[request.id] = request
                 return False
             staged = request.staged = None

@@ -117,6 +117,21 @@ async def test_smaller_input_does_not_overtake_one_that_waits(gate: Gate) -> Non
         await asyncio.gather(*calls)
 
 
+async def test_order_of_arrival_is_kept_when_no_call_is_left_to_wait_for(gate: Gate) -> None:
+    async with open_batcher(gate, max_batch_size=1) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(ROOM)]
+        await gate.visit()
+        first = call(batcher, array(1))
+        await turns()
+        for one in calls:  # the worker has their inputs
+            one.cancel()
+        second = call(batcher, array(1))
+        ends = asyncio.create_task(order_of_ends(second, first))
+        await asyncio.wait(calls)
+        gate.close()
+        assert await ends == [1, 0]
+
+
 async def test_waiting_inputs_survive_the_host(gate: Gate) -> None:
     async with open_batcher(gate) as batcher:
         calls = [call(batcher, array(1)) for _ in range(3 * ROOM)]
