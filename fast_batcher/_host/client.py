@@ -185,8 +185,11 @@ class RemoteOpening(Opening):
         if not crowded:
             return ""
         # The host judges the bytes and the share of a request that it gets.
-        has_room = self._room > len(self._open.unsent) + len(crowded)
-        if has_room and (most is None or sum(one.size for one in (request, *crowded)) <= most):
+        room = self._room - len(self._open.unsent) - len(crowded)
+        if request.share is not None:  # as `Admission.has_room_in_share`
+            first = int(room > -self.settings.queue_limit)
+            room = max(room, first) - sum(one.share == request.share for one in crowded)
+        if room > 0 and (most is None or sum(one.size for one in (request, *crowded)) <= most):
             return ""
         part = f"this process's part of max_shared_bytes={self.settings.max_shared_bytes}"
         return f"{len(crowded)} large inputs wait for room in {part}"

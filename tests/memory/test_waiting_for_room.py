@@ -166,6 +166,20 @@ async def test_calls_that_left_while_they_waited_occupy_no_queue(gate: Gate) -> 
         assert await asyncio.gather(*calls[:-2], *later) == [(SIZE, True)] * (ROOM + 3)
 
 
+async def test_share_whose_inputs_wait_leaves_room_for_another_share(gate: Gate) -> None:
+    async with open_batcher(gate, max_queue_size=2 * ROOM) as batcher:
+        calls = [call(batcher, array(1), share="a") for _ in range(ROOM)]
+        await gate.visit()
+        calls += [call(batcher, array(1), share="a") for _ in range(3 * ROOM)]
+        other = call(batcher, array(2), share="b")
+        await turns()
+        gate.close()
+        assert await outcome(other) == (2 * SIZE, True)
+        outcomes = [await outcome(one) for one in calls]
+        assert outcomes[: ROOM + 1] == [(SIZE, True)] * (ROOM + 1)
+        assert isinstance(outcomes[-1], QueueFullError)
+
+
 async def test_running_inputs_do_not_count_as_bytes_of_the_queue(gate: Gate) -> None:
     async with open_batcher(gate, max_queue_bytes=ROOM * SIZE) as batcher:
         # A batch of two runs, and another was sent ahead.
