@@ -33,7 +33,7 @@ class EndedByDisconnect:
 
     Args:
         receive: The request's `receive`; all messages but the disconnect are dropped.
-        may_receive: Whether nobody else calls `receive` any more. The request is not watched before.
+        may_receive: Whether nobody else calls `receive` any more; before, it is not watched.
 
     Raises:
         HTTPException: 499 in place of the cancellation; or the error of a limit on the body.

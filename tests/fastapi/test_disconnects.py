@@ -7,6 +7,7 @@ import tracemalloc
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import pytest
@@ -169,15 +170,18 @@ async def read_pixels(request: Request) -> bytes:
 def make_reading_app(read: Any, ended: "asyncio.Future[int]", *, is_in_router: bool) -> FastAPI:
     """An app that reads bodies behind the dependency, and answers when it is let."""
     app = FastAPI(dependencies=[cancel_on_disconnect])
-    router = APIRouter() if is_in_router else app
+    router = APIRouter()
 
-    @router.post("/")
+    @(router if is_in_router else app).post("/")
     async def count(body: Annotated[bytes, Depends(read)]) -> int:
         return len(body) + await ended
 
-    if is_in_router:
-        app.include_router(router)
+    app.include_router(router)
     return app
+
+
+def is_over(moment: float) -> bool:
+    return asyncio.get_running_loop().time() > moment
 
 
 async def send_slowly(app: FastAPI, *, then_leaves: bool) -> tuple[int, bytes]:
@@ -194,14 +198,12 @@ async def send_slowly(app: FastAPI, *, then_leaves: bool) -> tuple[int, bytes]:
         status = message.get("status", status)
         content += message.get("body", b"")
 
-    scope = {
-        **{"type": "http", "method": "POST", "path": "/", "query_string": b""},
-        **{"headers": [(b"content-length", b"%d" % PIECES)], "http_version": "1.1"},
-    }
+    scope: Any = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/"}
+    scope |= {"query_string": b"", "headers": [(b"content-length", b"%d" % PIECES)]}
     request = asyncio.create_task(app(scope, messages.get, send))
     for number in range(PIECES):
-        later = loop.time() + 2 * UNWATCHED
-        await until(lambda: loop.time() > later)
+        moment = loop.time() + 2 * UNWATCHED
+        await until(partial(is_over, moment))
         is_last = number == PIECES - 1
         messages.put_nowait({"type": "http.request", "body": b"a", "more_body": not is_last})
     if then_leaves:
