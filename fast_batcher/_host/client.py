@@ -184,8 +184,8 @@ class RemoteOpening(Opening):
         crowded, most = self._open.crowded.values(), self.settings.max_queue_bytes
         if not crowded:
             return ""
-        # The host judges the bytes and the share of a request that it gets.
-        room = self._room - len(self._open.unsent) - len(crowded)
+        # As many may wait here as there; the host judges a request once it gets it.
+        room = self.settings.queue_limit - len(crowded)
         if request.share is not None:  # as `Admission.has_room_in_share`
             first = int(room > -self.settings.queue_limit)
             room = max(room, first) - sum(one.share == request.share for one in crowded)

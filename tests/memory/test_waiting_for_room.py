@@ -89,16 +89,18 @@ async def test_waiting_input_may_leave_or_be_late(gate: Gate) -> None:
         assert isinstance(await outcome(cancelled), asyncio.CancelledError)
 
 
-async def test_no_more_inputs_wait_than_the_queue_has_room_for(gate: Gate) -> None:
-    async with open_batcher(gate, max_queue_size=ROOM + 3) as batcher:
-        calls = [call(batcher, array(1)) for _ in range(3 * ROOM)]
+async def test_no_more_inputs_wait_than_a_queue_has_room_for(gate: Gate) -> None:
+    async with open_batcher(gate, max_queue_size=ROOM) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(ROOM)]
         await gate.visit()
+        calls += [call(batcher, array(1)) for _ in range(2 * ROOM)]
+        await turns()
         gate.close()
         outcomes = [await outcome(one) for one in calls]
-        assert outcomes[: ROOM + 3] == [(SIZE, True)] * (ROOM + 3)
-        for error in outcomes[ROOM + 3 :]:
+        assert outcomes[: 2 * ROOM] == [(SIZE, True)] * (2 * ROOM)
+        for error in outcomes[2 * ROOM :]:
             assert isinstance(error, QueueFullError)
-            assert "3 large inputs wait for room in this process's part of max_sh" in str(error)
+            assert "4 large inputs wait for room in this process's part of max_sh" in str(error)
 
 
 async def test_smaller_input_does_not_overtake_one_that_waits(gate: Gate) -> None:
@@ -154,8 +156,8 @@ async def test_inputs_that_the_model_keeps_stop_no_other() -> None:
 
 
 async def test_calls_that_left_while_they_waited_occupy_no_queue(gate: Gate) -> None:
-    async with open_batcher(gate, max_queue_size=ROOM + 3) as batcher:
-        calls = [call(batcher, array(1)) for _ in range(ROOM + 3)]
+    async with open_batcher(gate, max_queue_size=ROOM) as batcher:
+        calls = [call(batcher, array(1)) for _ in range(2 * ROOM)]
         await gate.visit()
         for one in calls[-2:]:  # another waits before them
             one.cancel()
@@ -163,7 +165,7 @@ async def test_calls_that_left_while_they_waited_occupy_no_queue(gate: Gate) -> 
         later = [call(batcher, array(1)) for _ in range(2)]
         await turns()
         gate.close()
-        assert await asyncio.gather(*calls[:-2], *later) == [(SIZE, True)] * (ROOM + 3)
+        assert await asyncio.gather(*calls[:-2], *later) == [(SIZE, True)] * (2 * ROOM)
 
 
 async def test_share_whose_inputs_wait_leaves_room_for_another_share(gate: Gate) -> None:
@@ -176,7 +178,7 @@ async def test_share_whose_inputs_wait_leaves_room_for_another_share(gate: Gate)
         gate.close()
         assert await outcome(other) == (2 * SIZE, True)
         outcomes = [await outcome(one) for one in calls]
-        assert outcomes[: ROOM + 1] == [(SIZE, True)] * (ROOM + 1)
+        assert outcomes[: 2 * ROOM] == [(SIZE, True)] * (2 * ROOM)
         assert isinstance(outcomes[-1], QueueFullError)
 
 
