@@ -45,7 +45,7 @@ class EndedByDisconnect:
 
     def __init__(self, receive: Receive, may_receive: Callable[[], bool] = lambda: True) -> None:
         self._receive = receive
-        self.may_receive = may_receive
+        self.may_receive: Callable[[], bool] = may_receive
         # The context of the request, in which its middlewares expect `receive` to be awaited.
         self._context = contextvars.copy_context()
         self._task: asyncio.Task[Any] | None = None
