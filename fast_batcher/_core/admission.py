@@ -14,6 +14,18 @@ from fast_batcher._core.workers import WorkerTable
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 
 
+def has_room_in_share(own: int, waiting: int, most: int) -> bool:
+    """Return whether a share that has `own` of the requests waiting in a queue may add one.
+
+    A share may hold as many requests as there is room for: one share half of the queue, and each of
+    n shares that send all they can one part of n + 1. The last part is left for the next share. The
+    first request of a share finds room in a full queue, too, which then holds at most twice its
+    limit `most`. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for
+    shared-memory packet switches", 1998.
+    """
+    return own < max(most - waiting, 1) and waiting < 2 * most
+
+
 class Admission:
     """Sorts arrivals into accepted and rejected ones.
 
@@ -141,16 +153,8 @@ class Admission:
         return accepted, rejected
 
     def has_room_in_share(self, own: int, waiting: int) -> bool:
-        """Return whether a share that has `own` of the waiting requests may add one.
-
-        A share may hold as many requests as there is room for: one share half of the queue, and
-        each of n shares that send all they can one part of n + 1. The last part is left for the
-        next share. The first request of a share finds room in a full queue, too, which then holds
-        at most twice its limit. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds
-        for shared-memory packet switches", 1998.
-        """
-        most = self._limits.max_queue_size
-        return own < max(most - waiting, 1) and waiting < 2 * most
+        """Return whether a share that has `own` of the waiting requests may add one."""
+        return has_room_in_share(own, waiting, self._limits.max_queue_size)
 
     def count_fitting(self, queue: Queue | SessionQueue, requests: list[Request]) -> int:
         """Count the requests, from the first on, whose bytes fit into the queue."""

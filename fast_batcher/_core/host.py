@@ -6,6 +6,7 @@ from itertools import count
 from math import inf
 from typing import Final
 
+from fast_batcher._core.admission import has_room_in_share
 from fast_batcher._core.queue import Deadlines
 from fast_batcher._core.values import RETRYING, SENT, Request, Share, settle_open
 
@@ -125,6 +126,21 @@ class OpenCalls:
             self._held[request.share] += change
             if not self._held[request.share]:
                 del self._held[request.share]
+
+    def may_wait(self, request: Request, most: int, most_bytes: int | None) -> bool:
+        """Return whether a request may arrive while others wait for room in shared memory.
+
+        As many may wait here as in the queue of the host, which judges a request once it gets it.
+        """
+        crowded = self.crowded.values()
+        if not crowded:
+            return True
+        if most_bytes is not None and sum(one.size for one in (request, *crowded)) > most_bytes:
+            return False
+        if request.share is None:
+            return len(crowded) < most
+        own = sum(one.share == request.share for one in crowded)
+        return has_room_in_share(own, len(crowded), most)
 
     def find(self, id: int) -> Request | None:
         """Return a request, None if it has ended."""

@@ -181,18 +181,11 @@ class RemoteOpening(Opening):
         """Describe the requests that wait here and leave no room for this one; "" without such."""
         if not self._link.is_connected and len(self._open) >= self.settings.queue_limit:
             return f"{len(self._open)} requests wait for the host process already"
-        crowded, most = self._open.crowded.values(), self.settings.max_queue_bytes
-        if not crowded:
-            return ""
-        # As many may wait here as there; the host judges a request once it gets it.
-        room = self.settings.queue_limit - len(crowded)
-        if request.share is not None:  # as `Admission.has_room_in_share`
-            first = int(room > -self.settings.queue_limit)
-            room = max(room, first) - sum(one.share == request.share for one in crowded)
-        if room > 0 and (most is None or sum(one.size for one in (request, *crowded)) <= most):
+        limits = self.settings.queue_limit, self.settings.max_queue_bytes
+        if self._open.may_wait(request, *limits):
             return ""
         part = f"this process's part of max_shared_bytes={self.settings.max_shared_bytes}"
-        return f"{len(crowded)} large inputs wait for room in {part}"
+        return f"{len(self._open.crowded)} large inputs wait for room in {part}"
 
     def _note_session(self, request: Request, session: SessionPlace) -> bool:
         """Number a new session; reject the request and return False if its session has ended.
@@ -378,6 +371,7 @@ class RemoteOpening(Opening):
         self._notice_drained()
 
     def _explain_unsent(self, request: Request, limit: str) -> tuple[BatcherError, str]:
+        """Return the error and the reason of a request that was not sent in time."""
         if request.staged is not None and request.staged.state is CopyState.CROWDED:
             text = f"shared memory had no room for its large input within {limit}"
             return DeadlineExceededError(text), "waiting"
@@ -807,14 +801,14 @@ class RemoteOpening(Opening):
         _openings.discard(self)
 
 
-# Sessions that have not been ended. The references keep one whose batcher was dropped.
+# Openings that have not been ended. The references keep one whose batcher was dropped.
 _openings: set[RemoteOpening] = set()
 # In a forked copy of the process the connections are closed.
 after_fork_in_child(_openings.clear)
 
 
 @atexit.register
-def end_forgotten_sessions() -> None:
+def end_forgotten_openings() -> None:
     """End every opening that was not ended: its host would wait for the next process."""
     for opening in [*_openings]:
         grace, has_ended = opening.settings.stop_timeout, threading.Event()

@@ -31,8 +31,9 @@ BODY_TIMEOUT = 30.0
 # The status of a request whose client has gone, for logs and metrics; no client reads it.
 # Source: nginx, which logs the same.
 CLIENT_CLOSED_REQUEST = 499
-# The key of a request's scope that says that `read_body` or `read_array` has read the whole body.
-BODY_IS_READ = "fast_batcher.body_is_read"
+# Keys of a request's scope: set once `read_body` or `read_array` has read the whole body; and a
+# function that is to be called then.
+BODY_IS_READ, WHEN_BODY_IS_READ = "fast_batcher.body_is_read", "fast_batcher.when_body_is_read"
 # A number of more digits than this is above every limit, and Python refuses to read 5000 of them.
 MOST_LENGTH_DIGITS = 18
 
@@ -246,3 +247,5 @@ async def _receive(request: Request, max_bytes: int, put: Callable[[bytes], obje
     except ClientDisconnect:
         raise client_has_gone() from None
     request.scope[BODY_IS_READ] = True
+    if WHEN_BODY_IS_READ in request.scope:
+        request.scope.pop(WHEN_BODY_IS_READ)()

@@ -9,11 +9,11 @@ import asyncio
 import contextvars
 import inspect
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from fastapi import Depends
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.types import Receive
 
-from fast_batcher.fastapi.bodies import BODY_IS_READ, client_has_gone
+from fast_batcher.fastapi.bodies import BODY_IS_READ, WHEN_BODY_IS_READ, client_has_gone
 
 # Seconds after which a request is watched. The task then costs 0.1 % of the request's time so far,
 # and a disconnect is noticed at most this much later.
@@ -33,19 +33,20 @@ class EndedByDisconnect:
 
     Args:
         receive: The request's `receive`; all messages but the disconnect are dropped.
-        may_receive: Whether nobody else calls `receive` any more; before, it is not watched.
+        is_whole: Whether the whole body was read; otherwise the request is not watched before
+            `begin`, for a message that two wait for goes to one of them.
 
     Raises:
         HTTPException: 499 in place of the cancellation; or the error of a limit on the body.
     """
 
     __slots__ = (
-        "_context", "_reason", "_receive", "_sweeper", "_task", "_watcher", "may_receive", "since",
+        "_context", "_is_whole", "_reason", "_receive", "_sweeper", "_task", "_watcher", "since",
     )  # fmt: skip
 
-    def __init__(self, receive: Receive, may_receive: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, receive: Receive, *, is_whole: bool = True) -> None:
         self._receive = receive
-        self.may_receive: Callable[[], bool] = may_receive
+        self._is_whole = is_whole
         # The context of the request, in which its middlewares expect `receive` to be awaited.
         self._context = contextvars.copy_context()
         self._task: asyncio.Task[Any] | None = None
@@ -55,9 +56,15 @@ class EndedByDisconnect:
         self._sweeper = _find_sweeper()
         self.since: float = 0.0
 
-    async def __aenter__(self) -> None:
-        """Register the request; it is watched after `UNWATCHED` seconds."""
+    async def __aenter__(self) -> Self:
+        """Begin, unless a part of the body is left."""
         self._task = asyncio.current_task()
+        if self._is_whole:
+            self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Register the request; it is watched after `UNWATCHED` seconds."""
         self.since = asyncio.get_running_loop().time()
         self._sweeper.add(self)
 
@@ -144,11 +151,7 @@ class _Sweeper:
                 self._start_timer(entry.since)
                 return
             del self._entries[entry]
-            if entry.may_receive():
-                entry.watch()
-            else:
-                entry.since = limit + UNWATCHED
-                self._entries[entry] = None
+            entry.watch()
 
 
 def _find_sweeper() -> _Sweeper:
@@ -191,15 +194,21 @@ async def end_by_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
     if not isinstance(connection, Request):
         yield  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
         return
-    async with EndedByDisconnect(connection.receive, partial(_is_whole, connection)):
-        yield
+    is_whole = _is_whole(connection)
+    async with EndedByDisconnect(connection.receive, is_whole=is_whole) as watched:
+        if not is_whole:
+            connection.scope[WHEN_BODY_IS_READ] = watched.begin
+        try:
+            yield
+        finally:  # the scope would keep the task
+            connection.scope.pop(WHEN_BODY_IS_READ, None)
 
 
 def _is_whole(request: Request) -> bool:
     """Return whether no piece of the body is left that the endpoint could read.
 
-    A piece that two wait for goes to one of them. FastAPI reads what its parameters need before any
-    dependency; nothing public tells how much an app has read itself, but by `read_body`.
+    FastAPI reads what its parameters need before any dependency. Nothing public tells how much of a
+    body an app has read itself, but by `read_body` or `read_array`.
     """
     scope, headers = request.scope, request.headers
     if scope.get(BODY_IS_READ) or getattr(scope.get("route"), "body_field", None) is not None:

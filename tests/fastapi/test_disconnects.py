@@ -16,7 +16,7 @@ from fastapi_versions import needs_included_routers
 from pydantic import BaseModel
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.routing import Route
-from waits import until
+from waits import LIMIT, until
 
 from fast_batcher.fastapi import (
     JsonEndpoint,
@@ -208,7 +208,8 @@ async def send_slowly(app: FastAPI, *, then_leaves: bool) -> tuple[int, bytes]:
         messages.put_nowait({"type": "http.request", "body": b"a", "more_body": not is_last})
     if then_leaves:
         messages.put_nowait({"type": "http.disconnect"})
-    await request
+    async with asyncio.timeout(LIMIT):
+        await request
     return status, content
 
 

@@ -32,6 +32,32 @@ def test_requests_are_found_until_removed() -> None:
     assert make(calls, 3.0).id == 2
 
 
+def test_crowd_has_the_limits_of_a_queue() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+
+    def may_wait(share: str | None = None, size: int = 0) -> bool:
+        request = Request("value", None)
+        request.share, request.size = share, size
+        return calls.may_wait(request, 4, 100)
+
+    assert may_wait(size=1000), "nobody waits"
+    for _ in range(2):
+        request = make(calls, 0.0)
+        request.share, request.size = "a", 40
+        calls.crowded[request.id] = request
+    assert may_wait(size=20)
+    assert not may_wait(size=21)
+    assert not may_wait("a"), "it has as many as there is room for"
+    assert may_wait("b")
+    for _ in range(2):
+        request = make(calls, 0.0)
+        calls.crowded[request.id] = request
+    assert not may_wait()
+    assert may_wait("b"), "the first of a share"
+    calls.remove(request.id)
+    assert may_wait()
+
+
 def test_calls_of_a_share_are_counted_until_they_end() -> None:
     calls = OpenCalls(10.0, idempotent=True)
     requests = [Request("value", None) for _ in range(6)]
