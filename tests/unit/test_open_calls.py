@@ -49,12 +49,11 @@ def test_crowd_has_the_limits_of_a_queue() -> None:
     assert not may_wait(size=21)
     assert not may_wait("a"), "it has as many as there is room for"
     assert may_wait("b")
-    for _ in range(2):
-        request = make(calls, 0.0)
-        calls.crowded[request.id] = request
+    unshared = [make(calls, 0.0) for _ in range(2)]
+    calls.crowded |= {request.id: request for request in unshared}
     assert not may_wait()
     assert may_wait("b"), "the first of a share"
-    calls.remove(request.id)
+    calls.remove(unshared[0].id)
     assert may_wait()
 
 
